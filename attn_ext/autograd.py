@@ -1,0 +1,251 @@
+"""Differentiation of the fused ops: reverse mode in the kernels, second derivatives through the reference formula.
+
+The first derivative recomputes probabilities tile by tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and
+what is saved is q, k, v, out, lse and the small tensors. Second derivatives (``create_graph=True``) differentiate
+:mod:`attn_ext.reference`, a few heads at a time: they are exact, and need O(Nq * Nk) memory for those heads. Third and
+higher derivatives keep the whole reference graph.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
+from . import reference
+
+# Scores held at one time by a second derivative: 2^22 make 32 MiB a copy in float64, of which about ten live.
+SECOND_DERIVATIVE_SCORES = 1 << 22
+
+
+class Options(NamedTuple):
+    """The plain numbers of a call, in the ops' order."""
+
+    scale: float  # of q . k
+    softcap: float  # 0: none
+    causal: int  # 0: no, 1: upper left, 2: lower right
+    window_left: int  # keys to the left of the diagonal, -1: all
+    window_right: int  # keys to the right of it, -1: all
+    dropout_p: float
+
+
+def attention(
+    q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, options
+):  # fmt: skip
+    """(out, lse) of canonical arguments, differentiable in q, k, v, bias, float_mask, alibi_slopes and sinks.
+
+    q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); bias, float_mask, bool_mask 4-D with axes of full size or 1;
+    alibi_slopes (Hq,) or (B, Hq); sinks (Hq,); key_lengths and query_lengths (B,) int64; rng_state (2,) int64, given when
+    options.dropout_p > 0. Checked by :mod:`attn_ext.functional`, not here.
+    """
+    tensors = (q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state)
+    if not _derivative_wanted(tensors):  # saves half the cost of a small call
+        return torch.ops.attn_ext.attention_forward(*tensors, *options)
+    return _Attention.apply(*tensors, options)
+
+
+def _derivative_wanted(tensors):
+    """Whether any kind of derivative may be taken of this call."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.autograd.forward_ad._current_level >= 0:  # the Function then refuses: the raw op would drop the tangent
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def column_sums(
+    q, k, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
+):  # fmt: skip
+    """The attention each key receives, sum_i P[i][j]: (B, Hq, Nk), float32 (float64 for float64), in O(N) memory.
+
+    With values of one column, the backward's dV = P^T dO is that sum for dO = 1: so the sum costs half a backward, and
+    its derivatives are those of the backward. ``lse`` is that of the forward; dropout does not enter.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    b, hq, nq, _ = q.shape
+    k = k.repeat_interleave(hq // k.shape[1], 1) if k.shape[1] not in (0, hq) else k
+    no_value, ones = k.new_zeros((b, hq, k.shape[2], 1), dtype=dtype), q.new_ones((b, hq, nq, 1), dtype=dtype)
+    terms = [t if t is None else t.to(dtype) for t in (bias, float_mask, alibi_slopes, sinks)]
+    grads = _AttentionBackward.apply(
+        ones, None, q.to(dtype), k.to(dtype), no_value, torch.zeros_like(ones), lse, terms[0], terms[1], bool_mask,
+        terms[2], terms[3], key_lengths, query_lengths, None, options._replace(dropout_p=0.0), 1 << 2,
+    )  # fmt: skip
+    return grads[2].squeeze(-1)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(*args):
+        *tensors, options = args
+        return torch.ops.attn_ext.attention_forward(*tensors, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.options = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest, out, lse = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return (None,) * 12
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        needs = ctx.needs_input_grad
+        wanted = (*needs[:5], *needs[6:8])  # without bool_mask
+        output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
+        args = (
+            grad_out, grad_lse, q, k, v, out, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest
+        )  # fmt: skip
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            grads = torch.ops.attn_ext.attention_backward(*args, *ctx.options, output_mask)
+        else:
+            grads = _AttentionBackward.apply(*args, ctx.options, output_mask)
+        grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+        return (*grads[:5], None, *grads[5:], None, None, None, None)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as a function of its own, so that it can be differentiated again."""
+
+    @staticmethod
+    def forward(*args):
+        *tensors, options, output_mask = args
+        return torch.ops.attn_ext.attention_backward(*tensors, *options, output_mask)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.options, ctx.output_mask = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wanted = (*needs[:5], *needs[7:9], *needs[10:12])  # without out, lse (functions of the others) and bool_mask
+        problem = _Problem(
+            (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks), bool_mask, *rest, ctx.options
+        )
+        cotangents = [c if ctx.output_mask >> n & 1 else None for n, c in enumerate(cotangents)]
+        if all(c is None for c in cotangents):
+            return (None,) * 17
+        if torch.is_grad_enabled():
+            grads = problem.differentiate(cotangents, wanted)
+        else:
+            grads = problem.differentiate_in_parts(cotangents, wanted)
+        return (*grads[:5], None, None, *grads[5:7], None, *grads[7:], None, None, None, None, None)
+
+
+class _Problem(NamedTuple):
+    """The arguments of a backward, as a function that the reference formula can differentiate."""
+
+    tensors: tuple  # grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks; None where not given
+    bool_mask: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    query_lengths: torch.Tensor | None
+    rng_state: torch.Tensor | None
+    options: Options
+
+    def differentiate(self, cotangents, wanted, corner=(0, 0)):
+        """d<cotangents, gradients(tensors)> / d tensors, for those that are wanted; None for the others.
+
+        cotangents: one for each of q, k, v, bias, float_mask, alibi_slopes, sinks, None meaning zero. ``corner`` is the
+        (batch, query head) of the first element, which dropout's mask depends on. Differentiable again, and under
+        torch.func's transforms: both derivatives are torch.func.vjp.
+        """
+        chosen = [n for n, want in enumerate(wanted) if want]
+        active = [n for n, c in enumerate(cotangents) if c is not None]
+
+        def gradients(*changing):
+            tensors = list(self.tensors)
+            for n, t in zip(chosen, changing, strict=True):
+                tensors[n] = t
+            grad_out, grad_lse, *inputs = tensors
+
+            def forward(*active_inputs):
+                for n, t in zip(active, active_inputs, strict=True):
+                    inputs[n] = t
+                out, lse = self._reference(inputs, corner)
+                # The LSE of a row that sees nothing is -inf, whatever the inputs are.
+                return (out,) if grad_lse is None else (out, lse.masked_fill(lse == -torch.inf, 0.0))
+
+            _, pull = torch.func.vjp(forward, *(inputs[n] for n in active))
+            return pull((grad_out,) if grad_lse is None else (grad_out, grad_lse))
+
+        _, pull = torch.func.vjp(gradients, *(self.tensors[n] for n in chosen))
+        result = [None] * len(self.tensors)
+        for n, g in zip(chosen, pull(tuple(cotangents[n] for n in active)), strict=True):
+            result[n] = g
+        return result
+
+    def differentiate_in_parts(self, cotangents, wanted):
+        """The same without a graph, a part of the batch or of the KV heads at a time."""
+        q, k = self.tensors[2], self.tensors[3]
+        batch, heads_q, len_q, _ = q.shape
+        heads_kv, len_k = k.shape[1], k.shape[2]
+        group = heads_q // heads_kv if heads_kv else 1
+        per_head = max(1, group * len_q * len_k)
+        heads = max(1, min(heads_kv, SECOND_DERIVATIVE_SCORES // per_head))
+        samples = max(1, min(batch, SECOND_DERIVATIVE_SCORES // (per_head * max(1, heads_kv)))) if heads == heads_kv else 1
+        if samples >= batch and heads >= heads_kv:
+            return self.differentiate(cotangents, wanted)
+        total = [torch.zeros_like(t) if want and t is not None else None for t, want in zip(self.tensors, wanted, strict=True)]
+        for b in range(0, batch, samples):
+            for h in range(0, heads_kv, heads):
+                cut = _Cut(slice(b, b + samples), slice(h, h + heads), slice(h * group, (h + heads) * group))
+                part = self._replace(
+                    tensors=tuple(cut.take(n, t) for n, t in enumerate(self.tensors)),
+                    bool_mask=cut.of_scores(self.bool_mask),
+                    key_lengths=cut.of_batch(self.key_lengths),
+                    query_lengths=cut.of_batch(self.query_lengths),
+                )
+                # cotangents stand for tensors[2:]
+                part_cotangents = [cut.take(n + 2, c) for n, c in enumerate(cotangents)]
+                grads = part.differentiate(part_cotangents, wanted, corner=(b, h * group))
+                for n, g in enumerate(grads):
+                    if g is not None:
+                        cut.take(n, total[n]).add_(g)
+        return total
+
+    def _reference(self, inputs, corner):
+        q, k, v, bias, float_mask, alibi_slopes, sinks = inputs
+        o = self.options
+        mask = self.bool_mask if float_mask is None else float_mask
+        if float_mask is not None and self.bool_mask is not None:
+            mask = float_mask.masked_fill(~self.bool_mask, -torch.inf)
+        return reference.attention(
+            q, k, v, mask=mask, bias=bias, causal=(False, "upper_left", True)[o.causal],
+            window=None if o.window_left < 0 and o.window_right < 0 else (o.window_left, o.window_right),
+            scale=o.scale, softcap=o.softcap or None, alibi_slopes=alibi_slopes, sinks=sinks,
+            key_lengths=self.key_lengths, query_lengths=self.query_lengths,
+            dropout_p=o.dropout_p, rng_state=self.rng_state, dropout_corner=corner,
+        )  # fmt: skip
+
+
+class _Cut(NamedTuple):
+    """A range of samples and heads, and how each argument of a problem is cut to it."""
+
+    batch: slice
+    heads_kv: slice
+    heads_q: slice
+
+    def take(self, position, t):
+        """The part of ``_Problem.tensors[position]``."""
+        if t is None:
+            return None
+        if position in (3, 4):  # k, v
+            return t[self.batch, self.heads_kv]
+        if position in (5, 6):  # bias, float_mask
+            return self.of_scores(t)
+        if position in (7, 8):  # alibi_slopes (Hq,) or (B, Hq), sinks (Hq,)
+            return t[self.heads_q] if t.dim() == 1 else t[self.batch, self.heads_q]
+        return t[self.batch, self.heads_q]  # grad_out, grad_lse, q
+
+    def of_scores(self, t):
+        if t is None:
+            return None
+        return t[self.batch if t.shape[0] > 1 else slice(None), self.heads_q if t.shape[1] > 1 else slice(None)]
+
+    def of_batch(self, t):
+        return None if t is None else t[self.batch]

@@ -1,0 +1,42 @@
+"""torch.ops.attn_ext.*: what the compiled ops return, for tensors without data (meta, fake, symbolic shapes).
+
+The schemas and CPU kernels are registered by ``attn_ext._C`` (csrc/torch_ops.cpp). The ops take canonical arguments and
+are not differentiable by themselves: :mod:`attn_ext.autograd` is.
+
+* ``attention_forward(q, k, v, <options>) -> (out, lse)``
+* ``attention_backward(grad_out, grad_lse, q, k, v, out, lse, <options>, output_mask) -> 7 gradients``: of q, k, v, bias,
+  float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come back with 0 elements.
+"""
+
+import torch
+
+from . import _C  # noqa: F401  registers the ops
+
+
+def _empty_heads(like, b, h, n, d):
+    """(B, H, N, D) laid out as (B, N, H, D), as the kernels return it."""
+    return like.new_empty((b, n, h, d)).transpose(1, 2)
+
+
+def _lse_dtype(q):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("attn_ext::attention_forward")
+def _(q, k, v, *options):
+    b, hq, nq, _ = q.shape
+    return _empty_heads(q, b, hq, nq, v.shape[-1]), q.new_empty((b, hq, nq), dtype=_lse_dtype(q))
+
+
+@torch.library.register_fake("attn_ext::attention_backward")
+def _(grad_out, grad_lse, q, k, v, out, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, *options):
+    output_mask = options[-1]
+    grads = []
+    for bit, t in enumerate((q, k, v, bias, float_mask, alibi_slopes, sinks)):
+        if not output_mask >> bit & 1:
+            grads.append(q.new_empty(0))
+        elif bit < 3:
+            grads.append(_empty_heads(t, *t.shape))
+        else:
+            grads.append(t.new_empty(t.shape))
+    return tuple(grads)

@@ -1,0 +1,103 @@
+// The problem that every kernel solves, in plain C++17: sizes, strides, pointers and score modifiers.
+// No torch and no CUDA here, so that kernels, launch planning and C++ tests can all share it.
+//
+//   s[i][j] = scale * (q[i] . k[j])
+//   s       = softcap * tanh(s / softcap)                                  if softcap > 0
+//   s       = s + bias[i][j] + float_mask[i][j] - slope * |i + Nk - Nq - j|
+//   s[i][j] = -inf where a rule (bool mask, causal, window, lengths) hides key j from query i
+//   out[i]  = sum_j softmax(s)[i][j] * v[j],   lse[i] = log(sum_j exp(s[i][j]) + exp(sink))
+//
+// Sizes: q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); query head h reads KV head h / (Hq / Hkv).
+#pragma once
+
+#include <cstdint>
+
+namespace attn_ext {
+
+enum class DType : int32_t { kFloat64, kFloat32, kFloat16, kBFloat16, kBool };
+
+inline int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64: return 8;
+    case DType::kFloat32: return 4;
+    case DType::kBool: return 1;
+    default: return 2;
+  }
+}
+
+// A tensor seen as (batch, head, row, column). Strides count elements; a broadcast axis has stride 0.
+struct StridedView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride[4] = {0, 0, 0, 0};
+  bool present = false;  // an empty tensor has no address, so `data` cannot tell
+
+  char* at(int64_t b, int64_t h, int64_t row, int64_t column) const {
+    const int64_t element = b * stride[0] + h * stride[1] + row * stride[2] + column * stride[3];
+    return static_cast<char*>(data) + element * size_of(dtype);
+  }
+};
+
+enum class Causal : int32_t { kNone = 0, kUpperLeft = 1, kLowerRight = 2 };
+
+// Dropout keeps probability (b, h, i, j) iff the 16-bit number that Philox 4x32-10 gives it is >= threshold.
+struct Dropout {
+  uint64_t key = 0;        // from the generator's (seed, offset)
+  uint32_t threshold = 0;  // round(p * 65536); 0 = no dropout
+  double scale() const { return threshold >= 65536 ? 0.0 : 65536.0 / (65536.0 - threshold); }
+};
+
+struct AttentionParams {
+  int64_t batch = 0, heads_q = 0, heads_kv = 0, len_q = 0, len_k = 0, dim_qk = 0, dim_v = 0;
+  StridedView q, k, v;                       // last stride 1
+  StridedView bias, float_mask, bool_mask;   // optional; bool_mask: 1 = may attend
+  StridedView alibi_slopes;                  // optional; (batch, head) strides only
+  StridedView sinks;                         // optional; head stride only
+  const int64_t* key_lengths = nullptr;      // optional (B,)
+  const int64_t* query_lengths = nullptr;    // optional (B,)
+  double scale = 1.0, softcap = 0.0;         // softcap 0 = none
+  Causal causal = Causal::kNone;
+  int64_t window_left = -1, window_right = -1;  // -1 = open
+  Dropout dropout;
+
+  int64_t group() const { return heads_q / heads_kv; }  // query heads that share a KV head
+  // Query i stands at key position i + offset: the diagonal of causal and window rules.
+  int64_t offset() const { return causal == Causal::kUpperLeft ? 0 : len_k - len_q; }
+  int64_t valid_keys(int64_t b) const { return clamp_length(key_lengths, b, len_k); }
+  int64_t valid_queries(int64_t b) const { return clamp_length(query_lengths, b, len_q); }
+
+ private:
+  // Python refuses lengths outside [0, n]; clamping keeps memory safe whoever calls the op.
+  static int64_t clamp_length(const int64_t* lengths, int64_t b, int64_t n) {
+    if (lengths == nullptr) return n;
+    return lengths[b] < 0 ? 0 : (lengths[b] > n ? n : lengths[b]);
+  }
+};
+
+struct ForwardOutput {
+  StridedView out;  // (B, Hq, Nq, Dv), dtype of q, last stride 1
+  StridedView lse;  // (B, Hq, Nq), float32 or float64, in stride[0..2]
+};
+
+// Gradients are written where `present`; the others are neither computed nor touched.
+struct BackwardIO {
+  StridedView grad_out;            // (B, Hq, Nq, Dv), last stride 1
+  StridedView grad_lse;            // optional (B, Hq, Nq)
+  StridedView out, lse;            // what forward returned
+  StridedView grad_q, grad_k, grad_v;      // last stride 1
+  StridedView grad_bias, grad_float_mask;  // shapes of their inputs: `size` says which axes are reduced
+  int64_t bias_size[4] = {1, 1, 1, 1}, float_mask_size[4] = {1, 1, 1, 1};
+  StridedView grad_alibi_slopes;  // (B or 1, Hq)
+  int64_t alibi_batch = 1;
+  StridedView grad_sinks;  // (Hq,)
+  void* workspace = nullptr;  // backward_workspace_bytes() of memory, 64-byte aligned
+};
+
+// Per query row lse and delta, per head sums of the sinks' gradient, per head and key block those of ALiBi's.
+// At least one key block in 128 keys.
+inline int64_t backward_workspace_bytes(const AttentionParams& p) {
+  const int64_t heads = p.batch * p.heads_q;
+  return 8 * (heads * (2 * p.len_q + p.len_k / 128 + 2) + 1);
+}
+
+}  // namespace attn_ext

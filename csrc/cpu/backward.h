@@ -1,0 +1,219 @@
+// Backward: gradients of q, k, v, ALiBi slopes and sinks. (bias_backward.h: the bias.)
+//
+// dK and dV of a key block add up over queries; dQ of a query tile adds up over keys. One pass over all tiles serves
+// both when a thread owns a whole KV head: five products a tile. With fewer KV heads than threads, dK/dV and dQ take
+// a pass each (seven products) whose units are key blocks and query tiles. Both ways add the same numbers in the same
+// order, so the result does not depend on the number of threads, and no atomics are needed.
+namespace attn_ext {
+namespace ATTN_ISA {
+
+template <class T>
+class Backward {
+ public:
+  Backward(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* alibi_parts)
+      : p_(p), io_(io), state_(state), alibi_parts_(alibi_parts), key_blocks_(ceil_div(p.len_k, kGradKeys)),
+        want_q_(io.grad_q.present), want_k_(io.grad_k.present), want_v_(io.grad_v.present), want_alibi_(io.grad_alibi_slopes.present) {}
+
+  void run(const Threads& threads) {
+    const bool want_keys = want_k_ || want_v_ || want_alibi_;
+    if (!want_keys && !want_q_) return;
+    const int64_t kv_heads = p_.batch * p_.heads_kv;
+    if (want_keys && want_q_ && kv_heads >= threads.count) {
+      for_each_unit(threads, kv_heads, [&](int64_t unit) { whole_head(unit / p_.heads_kv, unit % p_.heads_kv); });
+      return;
+    }
+    if (want_keys) {
+      // First key blocks first: under a causal mask they are the longest.
+      for_each_unit(threads, key_blocks_ * kv_heads, [&](int64_t unit) {
+        GradTile<T> tile(p_, io_, state_);
+        const int64_t head = unit % kv_heads;
+        key_block(tile, head / p_.heads_kv, head % p_.heads_kv, unit / kv_heads, nullptr, 0, 0);
+      });
+    }
+    if (want_q_) {
+      const int64_t heads = p_.batch * p_.heads_q, tiles = ceil_div(p_.len_q, kUnitRows);
+      for_each_unit(threads, tiles * heads, [&](int64_t unit) {
+        const int64_t i0 = (tiles - 1 - unit / heads) * kUnitRows, head = unit % heads;
+        query_rows(head / p_.heads_q, head % p_.heads_q, i0, min(kUnitRows, p_.len_q - i0));
+      });
+    }
+  }
+
+ private:
+  // All gradients of KV head h_kv and its group of query heads. dQ adds up in place where the gradient tensor is made
+  // of T and its rows hold whole vectors, else in scratch (G, Nq, ld).
+  void whole_head(int64_t b, int64_t h_kv) {
+    GradTile<T> tile(p_, io_, state_);
+    const int64_t group = p_.group();
+    const bool in_place = size_of(io_.grad_q.dtype) == int64_t(sizeof(T)) && tile.ld_q == p_.dim_qk;
+    T* grad_q = in_place ? reinterpret_cast<T*>(io_.grad_q.at(b, h_kv * group, 0, 0)) : scratch<T>(kGradQuery, group * p_.len_q * tile.ld_q);
+    const int64_t head_stride = in_place ? io_.grad_q.stride[1] : p_.len_q * tile.ld_q;
+    const int64_t ld = in_place ? io_.grad_q.stride[2] : tile.ld_q;
+    for (int64_t g = 0; g < group; g++) {
+      for (int64_t i = 0; i < p_.len_q; i++) clear(grad_q + g * head_stride + i * ld, tile.ld_q);
+    }
+    for (int64_t block = 0; block < key_blocks_; block++) key_block(tile, b, h_kv, block, grad_q, head_stride, ld);
+    for (int64_t g = 0; g < group; g++) {
+      write_scaled(io_.grad_q, b, h_kv * group + g, 0, p_.len_q, p_.dim_qk, grad_q + g * head_stride, ld, T(p_.scale));
+    }
+  }
+
+  // dK, dV and ALiBi's share of one key block; adds to dQ when `grad_q` is given.
+  void key_block(GradTile<T>& tile, int64_t b, int64_t h_kv, int64_t block, T* grad_q, int64_t head_stride, int64_t ld) {
+    const int64_t j0 = block * kGradKeys, keys = min(kGradKeys, p_.len_k - j0);
+    const int64_t n = max(0, min(keys, p_.valid_keys(b) - j0)), group = p_.group();
+    T *grad_k = scratch<T>(kGradKey, kGradKeys * tile.ld_q), *grad_v = scratch<T>(kGradValue, kGradKeys * tile.ld_v);
+    clear(grad_k, keys * tile.ld_q);
+    clear(grad_v, keys * tile.ld_v);
+    if (n > 0) tile.set_keys(b, h_kv, j0, n, grad_q != nullptr);
+    for (int64_t g = 0; g < group; g++) {
+      const int64_t h = h_kv * group + g;
+      const Scores<T> scores(p_, b, h);
+      double alibi = 0;
+      for (int64_t i0 = 0; n > 0 && i0 < scores.valid_queries(); i0 += kGradRows) {
+        const int64_t rows = min(kGradRows, scores.valid_queries() - i0);
+        if (!meets(scores, i0, rows, j0, n)) continue;
+        tile.set_queries(b, h, i0, rows, true);
+        tile.compute(scores);
+        if (want_alibi_) alibi -= weighted_distance(tile);
+        if (want_v_) matmul<T, true>(n, p_.dim_v, rows, tile.prob, kGradKeys, tile.grad_out_panels, true, grad_v, tile.ld_v);
+        tile.pass_cap();
+        if (want_k_) matmul<T, true>(n, p_.dim_qk, rows, tile.grad, kGradKeys, tile.q_panels, true, grad_k, tile.ld_q);
+        if (grad_q != nullptr) {
+          matmul<T, false>(rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true, grad_q + g * head_stride + i0 * ld, ld);
+        }
+      }
+      if (want_alibi_) alibi_parts_[(b * p_.heads_q + h) * key_blocks_ + block] = alibi;
+    }
+    if (want_k_) write_scaled(io_.grad_k, b, h_kv, j0, keys, p_.dim_qk, grad_k, tile.ld_q, T(p_.scale));
+    if (want_v_) write_scaled(io_.grad_v, b, h_kv, j0, keys, p_.dim_v, grad_v, tile.ld_v, T(1));
+  }
+
+  // dQ of rows i0 .. i0+rows of head h.
+  void query_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    GradTile<T> tile(p_, io_, state_);
+    const Scores<T> scores(p_, b, h);
+    T* grad_q = scratch<T>(kGradQuery, kUnitRows * tile.ld_q);
+    clear(grad_q, rows * tile.ld_q);
+    const int64_t valid = max(0, min(rows, scores.valid_queries() - i0)), keys = p_.valid_keys(b);
+    const KeyRange range = scores.visible(i0, valid);
+    for (int64_t j0 = range.begin / kGradKeys * kGradKeys; j0 < range.end; j0 += kGradKeys) {
+      const int64_t n = min(kGradKeys, keys - j0);
+      tile.set_keys(b, h / p_.group(), j0, n, true);
+      for (int64_t r0 = 0; r0 < valid; r0 += kGradRows) {
+        const int64_t tile_rows = min(kGradRows, valid - r0);
+        if (!meets(scores, i0 + r0, tile_rows, j0, n)) continue;
+        tile.set_queries(b, h, i0 + r0, tile_rows, false);
+        tile.compute(scores);
+        tile.pass_cap();
+        matmul<T, false>(tile_rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true, grad_q + r0 * tile.ld_q, tile.ld_q);
+      }
+    }
+    write_scaled(io_.grad_q, b, h, i0, rows, p_.dim_qk, grad_q, tile.ld_q, T(p_.scale));
+  }
+
+  static bool meets(const Scores<T>& scores, int64_t i0, int64_t rows, int64_t j0, int64_t n) {
+    const KeyRange range = scores.visible(i0, rows);
+    return range.begin < j0 + n && range.end > j0;
+  }
+
+  // sum dS * |i + Nk - Nq - j|, in double: it adds up over the whole matrix.
+  double weighted_distance(const GradTile<T>& tile) const {
+    double sum = 0;
+    for (int64_t r = 0; r < tile.rows; r++) {
+      const T* row = tile.grad + r * kGradKeys;
+      const int64_t center = tile.i0 + r + p_.len_k - p_.len_q - tile.j0;
+      for (int64_t j = 0; j < tile.n; j++) sum += double(row[j]) * double(Scores<T>::distance(center - j));
+    }
+    return sum;
+  }
+
+  static void clear(T* x, int64_t n) {
+    for (int64_t d = 0; d < n; d++) x[d] = T(0);
+  }
+
+  static void write_scaled(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width, T* rows, int64_t ld, T factor) {
+    for (int64_t i = 0; i < n; i++) {
+      T* row = rows + i * ld;
+      if (factor != T(1)) {
+        for (int64_t d = 0; d < width; d++) row[d] *= factor;
+      }
+      void* target = m.at(b, h, i0 + i, 0);
+      if (target != row) write_row<T>(target, m.dtype, width, row);
+    }
+  }
+
+  const AttentionParams& p_;
+  const BackwardIO& io_;
+  const RowState<T>& state_;
+  double* const alibi_parts_;
+  const int64_t key_blocks_;
+  const bool want_q_, want_k_, want_v_, want_alibi_;
+};
+
+// lse in base 2 and delta of every row; the sinks' gradient falls out on the way:
+// d(sink) = -sum_i 2^(sink - lse_i) * delta_i, since the sink's own value is 0.
+template <class T>
+void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* sink_parts, const Threads& threads) {
+  for_each_unit(threads, p.batch * p.heads_q, [&](int64_t unit) {
+    const int64_t b = unit / p.heads_q, h = unit % p.heads_q, valid = p.valid_queries(b);
+    const int64_t ld = padded<T>(p.dim_v);
+    T *o = scratch<T>(kOutput, 2 * ld), *g = o + ld;
+    const T sink = p.sinks.present ? T(kLog2E) * read_one<T>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
+    double sink_grad = 0;
+    for (int64_t i = 0; i < p.len_q; i++) {
+      const T lse = read_one<T>(io.lse.at(b, h, i, 0), io.lse.dtype);
+      T delta = 0;
+      if (i < valid && lse != -infinity<T>()) {
+        pack_rows<T>(io.out, b, h, i, 1, p.dim_v, T(1), o, ld);
+        pack_rows<T>(io.grad_out, b, h, i, 1, p.dim_v, T(1), g, ld);
+        Vec<T> sum = {};
+        for (int64_t d = 0; d < ld; d += kLanes<T>) sum += load(o + d) * load(g + d);
+        delta = reduce_add<T>(sum);
+      }
+      if (io.grad_lse.present) delta -= read_one<T>(io.grad_lse.at(b, h, i, 0), io.grad_lse.dtype);
+      state.lse[unit * p.len_q + i] = lse == -infinity<T>() ? infinity<T>() : T(kLog2E) * lse;
+      state.delta[unit * p.len_q + i] = delta;
+      if (sink != -infinity<T>()) sink_grad -= double(exp2<T>(splat<T>(sink - T(kLog2E) * lse))[0]) * double(delta);
+    }
+    sink_parts[unit] = sink_grad;
+  });
+}
+
+template <class T>
+void backward(const AttentionParams& p, const BackwardIO& io, const Threads& threads) {
+  const int64_t heads = p.batch * p.heads_q, key_blocks = ceil_div(p.len_k, kGradKeys);
+  double* sink_parts = static_cast<double*>(io.workspace);
+  double* alibi_parts = sink_parts + heads;
+  T* rows = reinterpret_cast<T*>(alibi_parts + heads * key_blocks);
+  const RowState<T> state{rows, rows + heads * p.len_q};
+
+  prepare_rows<T>(p, io, state, sink_parts, threads);
+  Backward<T>(p, io, state, alibi_parts).run(threads);
+  if (io.grad_bias.present) bias_backward<T>(p, io, state, io.grad_bias, io.bias_size, threads);
+  if (io.grad_float_mask.present) bias_backward<T>(p, io, state, io.grad_float_mask, io.float_mask_size, threads);
+
+  if (io.grad_sinks.present) {
+    for (int64_t h = 0; h < p.heads_q; h++) {
+      double sum = 0;
+      for (int64_t b = 0; b < p.batch; b++) sum += sink_parts[b * p.heads_q + h];
+      const T value = T(sum);
+      write_row<T>(io.grad_sinks.at(0, h, 0, 0), io.grad_sinks.dtype, 1, &value);
+    }
+  }
+  if (io.grad_alibi_slopes.present) {
+    for (int64_t b = 0; b < io.alibi_batch; b++) {
+      for (int64_t h = 0; h < p.heads_q; h++) {
+        double sum = 0;
+        for (int64_t bb = b; bb < p.batch; bb += io.alibi_batch) {
+          for (int64_t block = 0; block < key_blocks; block++) sum += alibi_parts[(bb * p.heads_q + h) * key_blocks + block];
+        }
+        const T value = T(sum);
+        write_row<T>(io.grad_alibi_slopes.at(b, h, 0, 0), io.grad_alibi_slopes.dtype, 1, &value);
+      }
+    }
+  }
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext

@@ -1,0 +1,140 @@
+// Forward: online softmax over key blocks (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
+//
+//   for each query tile:   m = -inf (or the sink), l = 0 (or 1), O = 0
+//     for each key block:  S = logits(Q K^T);  m' = max(m, rowmax S);  P = 2^(S - m');  a = 2^(m - m')
+//                          l = a l + rowsum P;  O = a O + dropout(P) V;  m = m'
+//     out = O / l,  lse = ln 2 * (m + log2 l)
+namespace attn_ext {
+namespace ATTN_ISA {
+
+template <class T>
+class ForwardUnit {
+ public:
+  ForwardUnit(const AttentionParams& p, const ForwardOutput& o, int64_t b, int64_t h, int64_t i0, int64_t rows)
+      : p_(p), o_(o), b_(b), h_(h), i0_(i0), rows_(rows), few_(rows <= kFewQueries), scores_(p, b, h), ld_q_(padded<T>(p.dim_qk)), ld_o_(padded<T>(p.dim_v)) {}
+
+  void run() {
+    const int64_t h_kv = h_ / p_.group();
+    q_ = scratch<T>(kQuery, rows_ * ld_q_);
+    out_ = scratch<T>(kOutput, rows_ * ld_o_);
+    max_ = scratch<T>(kState, 2 * rows_);
+    sum_ = max_ + rows_;
+    score_ = scratch<T>(kScore, kTileRows * kBlockKeys);
+    T* key = few_ ? nullptr : scratch<T>(kKey, kBlockKeys * p_.dim_qk);
+    T* value = few_ ? nullptr : scratch<T>(kValue, kBlockKeys * ld_o_);
+    T* strip = scratch<T>(kStrip, kLanes<T> * ld_q_);
+
+    const int64_t valid = max(0, min(rows_, scores_.valid_queries() - i0_));  // rows past query_lengths are not read
+    pack_rows<T>(p_.q, b_, h_, i0_, valid, p_.dim_qk, T(p_.scale * kLog2E), q_, ld_q_);
+    start();
+    const KeyRange range = scores_.visible(i0_, valid);
+    for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
+      const int64_t n = min(kBlockKeys, range.end - j0);
+      if (few_) {
+        if (valid > 0) attend(0, valid, j0, n, nullptr, nullptr);
+        continue;
+      }
+      pack_transposed<T>(p_.k, b_, h_kv, j0, n, p_.dim_qk, strip, key);
+      pack_panels<T>(p_.v, b_, h_kv, j0, n, p_.dim_v, false, value);
+      for (int64_t r0 = 0; r0 < valid; r0 += kTileRows) {
+        const int64_t rows = min(kTileRows, valid - r0);
+        const KeyRange tile = scores_.visible(i0_ + r0, rows);
+        if (tile.end <= j0 || tile.begin >= j0 + n) continue;
+        attend(r0, rows, j0, n, key, value);
+      }
+    }
+    finish();
+  }
+
+ private:
+  void start() {
+    T first_max = -infinity<T>();
+    if (p_.sinks.present) first_max = T(kLog2E) * read_one<T>(p_.sinks.at(0, h_, 0, 0), p_.sinks.dtype);
+    const T first_sum = first_max == -infinity<T>() ? T(0) : T(1);
+    for (int64_t r = 0; r < rows_; r++) {
+      max_[r] = first_max;
+      sum_[r] = first_sum;
+    }
+    for (int64_t x = 0; x < rows_ * ld_o_; x++) out_[x] = T(0);
+  }
+
+  // Rows r0 .. r0+rows of the unit meet keys j0 .. j0+n; key and value are their packed tiles, unused for few queries.
+  void attend(int64_t r0, int64_t rows, int64_t j0, int64_t n, const T* key, const T* value) {
+    const int64_t h_kv = h_ / p_.group();
+    if (few_) {
+      FewQueries<T>::scores(p_.k, b_, h_kv, j0, n, p_.dim_qk, q_, ld_q_, rows, score_, kBlockKeys);
+    } else {
+      matmul<T, false>(rows, n, p_.dim_qk, q_ + r0 * ld_q_, ld_q_, key, false, score_, kBlockKeys);
+    }
+    scores_.finish(score_, kBlockKeys, i0_ + r0, rows, j0, n, nullptr);
+    for (int64_t r = 0; r < rows; r++) {
+      softmax_row(score_ + r * kBlockKeys, padded<T>(n), r0 + r);
+      if (p_.dropout.threshold != 0) drop_row(score_ + r * kBlockKeys, i0_ + r0 + r, j0, n);
+    }
+    if (few_) {
+      FewQueries<T>::values(p_.v, b_, h_kv, j0, n, p_.dim_v, score_, kBlockKeys, rows, out_, ld_o_);
+    } else {
+      matmul<T, false>(rows, p_.dim_v, n, score_, kBlockKeys, value, true, out_ + r0 * ld_o_, ld_o_);
+    }
+  }
+
+  void softmax_row(T* s, int64_t n, int64_t r) {
+    constexpr int lanes = kLanes<T>;
+    Vec<T> largest = load(s);
+    for (int64_t j = lanes; j < n; j += lanes) largest = max(largest, load(s + j));
+    const T before = max_[r], block_max = reduce_max<T>(largest);
+    const T now = block_max > before ? block_max : before;
+    const T reference = now == -infinity<T>() ? T(0) : now;  // nothing visible yet: 2^(-inf - 0) = 0, not NaN
+    Vec<T> total = {};
+    for (int64_t j = 0; j < n; j += lanes) {
+      const Vec<T> p = exp2<T>(load(s + j) - reference);
+      store<T>(s + j, p);
+      total += p;
+    }
+    const T rescale = exp2<T>(splat<T>(before - reference))[0];
+    max_[r] = now;
+    sum_[r] = sum_[r] * rescale + reduce_add<T>(total);
+    if (rescale != T(1)) {
+      T* o = out_ + r * ld_o_;
+      for (int64_t d = 0; d < ld_o_; d += lanes) store<T>(o + d, load(o + d) * rescale);
+    }
+  }
+
+  void drop_row(T* p, int64_t i, int64_t j0, int64_t n) {
+    T factor[kBlockKeys];
+    dropout_factors<T>(p_.dropout, b_, h_, i, j0, n, factor);
+    for (int64_t j = 0; j < n; j++) p[j] *= factor[j];
+  }
+
+  void finish() {
+    for (int64_t r = 0; r < rows_; r++) {
+      T* o = out_ + r * ld_o_;
+      const T inverse = sum_[r] == T(0) ? T(0) : T(1) / sum_[r];
+      for (int64_t d = 0; d < ld_o_; d += kLanes<T>) store<T>(o + d, load(o + d) * inverse);
+      write_row<T>(o_.out.at(b_, h_, i0_ + r, 0), o_.out.dtype, p_.dim_v, o);
+      const T lse = sum_[r] == T(0) ? -infinity<T>() : T(kLn2 * (double(max_[r]) + __builtin_log2(double(sum_[r]))));
+      *reinterpret_cast<T*>(o_.lse.at(b_, h_, i0_ + r, 0)) = lse;
+    }
+  }
+
+  const AttentionParams& p_;
+  const ForwardOutput& o_;
+  const int64_t b_, h_, i0_, rows_;
+  const bool few_;
+  const Scores<T> scores_;
+  const int64_t ld_q_, ld_o_;
+  T *q_ = nullptr, *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr, *score_ = nullptr;
+};
+
+template <class T>
+void forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
+  const int64_t rows = unit_rows(p), tiles = ceil_div(p.len_q, rows), heads = p.batch * p.heads_q;
+  for_each_unit(threads, tiles * heads, [&](int64_t unit) {
+    // Last query tiles first: under a causal mask they are the longest, and the short ones fill the gaps.
+    const int64_t tile = tiles - 1 - unit / heads, bh = unit % heads, i0 = tile * rows;
+    ForwardUnit<T>(p, o, bh / p.heads_q, bh % p.heads_q, i0, min(rows, p.len_q - i0)).run();
+  });
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext

@@ -1,0 +1,36 @@
+// The kernels, in reading order. isa_default.cpp, isa_avx2.cpp and isa_avx512.cpp each include this once, after
+// choosing the target, the vector width ATTN_VECTOR_BYTES and the namespace ATTN_ISA. No file after this one includes
+// anything: see simd.h.
+#include "simd.h"
+#include "pack.h"
+#include "matmul.h"
+#include "scores.h"
+#include "tiles.h"
+#include "few_queries.h"
+#include "forward.h"
+#include "grad_tile.h"
+#include "bias_backward.h"
+#include "backward.h"
+
+namespace attn_ext {
+namespace ATTN_ISA {
+
+// float64 computes in double, the other types in float.
+inline void run_forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
+  if (p.q.dtype == DType::kFloat64) {
+    forward<double>(p, o, threads);
+  } else {
+    forward<float>(p, o, threads);
+  }
+}
+
+inline void run_backward(const AttentionParams& p, const BackwardIO& io, const Threads& threads) {
+  if (p.q.dtype == DType::kFloat64) {
+    backward<double>(p, io, threads);
+  } else {
+    backward<float>(p, io, threads);
+  }
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext

@@ -1,0 +1,84 @@
+// The one matrix product that attention is made of, on tiles:  C[m][n] (+)= sum_k A(m, k) * B[k][n].
+//
+//   S  = Q K^T     A = Q rows,        B = K^T panels        dP = dO V^T    A = dO rows,       B = V^T panels
+//   O += P V       A = P rows,        B = V panels          dQ += dS K     A = dS rows,       B = K panels
+//   dV += P^T dO   A = P transposed,  B = dO panels         dK += dS^T Q   A = dS transposed, B = Q panels
+//
+// A register block of kRows x kPanelVectors accumulators stays in registers over the whole depth; each step loads
+// one row of the B panel and broadcasts one element of A per row. The block is sized so that accumulators, the B row
+// and one broadcast fill the register file: 6 x 2 + 2 + 1 of 16 registers, 6 x 4 + 4 + 1 of AVX-512's 32. Each
+// element of C is summed over k in ascending order, whatever the block it falls in, so results do not depend on how
+// the work was cut.
+namespace attn_ext {
+namespace ATTN_ISA {
+
+constexpr int kRows = 6;
+
+template <class T, int rows, int vectors, bool transposed_a>
+inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c, int64_t ldc) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> sum[rows][vectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < vectors; j++) sum[i][j] = accumulate ? load(c + i * ldc + j * lanes) : Vec<T>{};
+  }
+  for (int64_t k = 0; k < depth; k++, b += vectors * lanes) {
+    Vec<T> row[vectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < vectors; j++) row[j] = load(b + j * lanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) {
+      const Vec<T> x = splat<T>(transposed_a ? a[k * lda + i] : a[i * lda + k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < vectors; j++) sum[i][j] += x * row[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < vectors; j++) store<T>(c + i * ldc + j * lanes, sum[i][j]);
+  }
+}
+
+// All rows of one panel: blocks of kRows, then one block of what is left.
+template <class T, int vectors, bool transposed_a, int rows = kRows>
+inline void panel_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
+                          int64_t ldc) {
+  int64_t i = 0;
+  for (; i + rows <= m; i += rows) {
+    register_block<T, rows, vectors, transposed_a>(depth, transposed_a ? a + i : a + i * lda, lda, b, accumulate,
+                                                   c + i * ldc, ldc);
+  }
+  if constexpr (rows > 1) {
+    if (i < m) {
+      panel_product<T, vectors, transposed_a, rows - 1>(m - i, depth, transposed_a ? a + i : a + i * lda, lda, b,
+                                                        accumulate, c + i * ldc, ldc);
+    }
+  }
+}
+
+// n is the number of columns of B before padding; C needs padded(n) columns of room.
+template <class T, bool transposed_a>
+inline void matmul(int64_t m, int64_t n, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
+                   int64_t ldc) {
+  for (int64_t j = 0; j < n; j += kPanel<T>) {
+    const int64_t vectors = padded<T>(min(kPanel<T>, n - j)) / kLanes<T>;
+    switch (vectors) {
+      case 1: panel_product<T, 1, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc); break;
+      case 2: panel_product<T, 2, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc); break;
+      case 3:
+        if constexpr (kPanelVectors >= 3)
+          panel_product<T, 3, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc);
+        break;
+      case 4:
+        if constexpr (kPanelVectors >= 4)
+          panel_product<T, 4, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc);
+        break;
+    }
+    b += depth * vectors * kLanes<T>;
+  }
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext

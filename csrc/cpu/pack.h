@@ -1,0 +1,188 @@
+// Reading rows of any dtype and stride into tiles of T (float or double), and writing them back.
+//
+// Two tile layouts:
+//   rows    [n][ld]           left operands and results; columns beyond the width are zero
+//   panels  [panel][n][w]     right operands of matmul.h: column panels of kPanel<T> columns (the last one narrower,
+//                             a multiple of kLanes), so that the inner loop reads memory in order
+namespace attn_ext {
+namespace ATTN_ISA {
+
+template <class T>
+constexpr int kPanel = kPanelVectors * kLanes<T>;  // columns of a full panel
+
+template <class T>
+ATTN_INLINE int64_t padded(int64_t width) {
+  return round_up(width, kLanes<T>);
+}
+
+// kLanes<float> halves to floats.
+ATTN_INLINE Vec<float> load_float16(const uint16_t* p) {
+#if ATTN_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif ATTN_VECTOR_BYTES == 32
+  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec<float> x;
+  for (int l = 0; l < kLanes<float>; l++) x[l] = float_from_float16(p[l]);
+  return x;
+#endif
+}
+ATTN_INLINE void store_float16(uint16_t* p, Vec<float> x) {
+#if ATTN_VECTOR_BYTES == 64
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, 0));
+#elif ATTN_VECTOR_BYTES == 32
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, 0));
+#else
+  for (int l = 0; l < kLanes<float>; l++) p[l] = float16_from_float(x[l]);
+#endif
+}
+
+typedef uint16_t HalfVec __attribute__((vector_size(ATTN_VECTOR_BYTES / 2)));
+typedef uint16_t HalfVecUnaligned __attribute__((vector_size(ATTN_VECTOR_BYTES / 2), aligned(2), may_alias));
+typedef uint32_t WordVec __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+
+ATTN_INLINE Vec<float> load_bfloat16(const uint16_t* p) {
+  const HalfVec half = *reinterpret_cast<const HalfVecUnaligned*>(p);
+  return (Vec<float>)(__builtin_convertvector(half, WordVec) << 16);
+}
+ATTN_INLINE void store_bfloat16(uint16_t* p, Vec<float> x) {
+  const WordVec bits = (WordVec)x;
+  const WordVec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const WordVec nan = bits >> 16 | 0x40;
+  const WordVec result = x == x ? rounded : nan;
+  *reinterpret_cast<HalfVecUnaligned*>(p) = __builtin_convertvector(result, HalfVec);
+}
+
+// n contiguous elements to T. double tiles only ever meet float64 memory.
+template <class T>
+inline void read_row(const void* src, DType dtype, int64_t n, T* dst) {
+  constexpr int lanes = kLanes<T>;
+  if constexpr (sizeof(T) == 8) {
+    const double* p = static_cast<const double*>(src);
+    for (int64_t i = 0; i < n; i++) dst[i] = p[i];
+  } else if (dtype == DType::kFloat32) {
+    const float* p = static_cast<const float*>(src);
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) store<T>(dst + i, load(p + i));
+    for (; i < n; i++) dst[i] = p[i];
+  } else if (dtype == DType::kBFloat16) {
+    const uint16_t* p = static_cast<const uint16_t*>(src);
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) store<T>(dst + i, load_bfloat16(p + i));
+    for (; i < n; i++) dst[i] = float_from_bfloat16(p[i]);
+  } else {
+    const uint16_t* p = static_cast<const uint16_t*>(src);
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) store<T>(dst + i, load_float16(p + i));
+    for (; i < n; i++) dst[i] = float_from_float16(p[i]);
+  }
+}
+
+template <class T>
+inline void write_row(void* dst, DType dtype, int64_t n, const T* src) {
+  constexpr int lanes = kLanes<T>;
+  if constexpr (sizeof(T) == 8) {
+    double* p = static_cast<double*>(dst);
+    for (int64_t i = 0; i < n; i++) p[i] = src[i];
+  } else if (dtype == DType::kFloat32) {
+    float* p = static_cast<float*>(dst);
+    for (int64_t i = 0; i < n; i++) p[i] = src[i];
+  } else if (dtype == DType::kBFloat16) {
+    uint16_t* p = static_cast<uint16_t*>(dst);
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) store_bfloat16(p + i, load<T>(src + i));
+    for (; i < n; i++) p[i] = bfloat16_from_float(src[i]);
+  } else {
+    uint16_t* p = static_cast<uint16_t*>(dst);
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) store_float16(p + i, load<T>(src + i));
+    for (; i < n; i++) p[i] = float16_from_float(src[i]);
+  }
+}
+
+// n elements at any stride (a bias row, say); stride 0 repeats one element.
+template <class T>
+inline void read_strided(const char* src, DType dtype, int64_t stride, int64_t n, T* dst) {
+  if (stride == 1) return read_row<T>(src, dtype, n, dst);
+  if (stride == 0) {
+    T value;
+    read_row<T>(src, dtype, 1, &value);
+    for (int64_t i = 0; i < n; i++) dst[i] = value;
+    return;
+  }
+  const int64_t step = stride * size_of(dtype);
+  for (int64_t i = 0; i < n; i++) read_row<T>(src + i * step, dtype, 1, dst + i);
+}
+
+template <class T>
+ATTN_INLINE T read_one(const char* src, DType dtype) {
+  T value;
+  read_row<T>(src, dtype, 1, &value);
+  return value;
+}
+
+// Rows i0 .. i0+n of head (b, h), times factor, to rows [n][ld].
+template <class T>
+inline void pack_rows(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width, T factor, T* dst,
+                      int64_t ld) {
+  for (int64_t i = 0; i < n; i++) {
+    T* row = dst + i * ld;
+    read_row<T>(m.at(b, h, i0 + i, 0), m.dtype, width, row);
+    for (int64_t d = width; d < ld; d++) row[d] = T(0);
+    if (factor != T(1)) {
+      for (int64_t d = 0; d < ld; d += kLanes<T>) store<T>(row + d, load(row + d) * factor);
+    }
+  }
+}
+
+// Replaces what is not finite by 0. A gradient product 0 * inf or 0 * NaN must not let a key (or query) that is
+// hidden reach the other side; where it is visible the NaN arrives through the score anyway.
+template <class T>
+ATTN_INLINE void drop_non_finite(T* row, int64_t n) {
+  for (int64_t d = 0; d < n; d += kLanes<T>) {
+    const Vec<T> x = load(row + d);
+    store<T>(row + d, x - x == Vec<T>{} ? x : Vec<T>{});
+  }
+}
+
+// Rows i0 .. i0+n of head (b, h) to panels [panel][n][w].
+template <class T>
+inline void pack_panels(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
+                        bool finite_only, T* dst) {
+  for (int64_t d0 = 0; d0 < width; d0 += kPanel<T>) {
+    const int64_t columns = min(kPanel<T>, width - d0), w = padded<T>(columns);
+    for (int64_t i = 0; i < n; i++, dst += w) {
+      read_row<T>(m.at(b, h, i0 + i, d0), m.dtype, columns, dst);
+      for (int64_t d = columns; d < w; d++) dst[d] = T(0);
+      if (finite_only) drop_non_finite(dst, w);
+    }
+  }
+}
+
+// Rows i0 .. i0+n of head (b, h), transposed: keys become the columns of panels [panel][depth][w].
+// `strip` is scratch for kLanes rows of padded(depth).
+template <class T>
+inline void pack_transposed(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t depth, T* strip,
+                            T* dst) {
+  constexpr int lanes = kLanes<T>;
+  const int64_t ld = padded<T>(depth);
+  for (int64_t j0 = 0; j0 < n; j0 += kPanel<T>) {
+    const int64_t w = padded<T>(min(kPanel<T>, n - j0));
+    for (int64_t j = 0; j < w; j += lanes) {
+      const int64_t rows = max(0, min(lanes, n - j0 - j));
+      pack_rows<T>(m, b, h, i0 + j0 + j, rows, depth, T(1), strip, ld);
+      for (int64_t x = rows * ld; x < lanes * ld; x++) strip[x] = T(0);
+      for (int64_t d = 0; d < depth; d += lanes) {
+        Vec<T> block[lanes];
+        for (int l = 0; l < lanes; l++) block[l] = load(strip + l * ld + d);
+        transpose<T>(block);
+        const int64_t valid = min(lanes, depth - d);
+        for (int64_t l = 0; l < valid; l++) store<T>(dst + (d + l) * w + j, block[l]);
+      }
+    }
+    dst += depth * w;
+  }
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext

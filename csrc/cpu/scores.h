@@ -1,0 +1,148 @@
+// From raw products to logits: softcap, bias, float mask, ALiBi, and which keys each query may see.
+// Logits are kept in base 2 (times log2 e), so that exp2 is all the softmax needs.
+namespace attn_ext {
+namespace ATTN_ISA {
+
+constexpr double kLog2E = 1.44269504088896340736, kLn2 = 0.69314718055994530942;
+
+// Keys a block of the inner loop: a block of K^T and of V at D 64, two tiles of 48 rows of scores and the output
+// rows stay below 300 KiB in float, inside the L2 cache of every machine of the last ten years. A multiple of 8,
+// for dropout's groups of keys.
+constexpr int64_t kBlockKeys = 256;
+
+struct KeyRange {
+  int64_t begin, end;
+};
+
+template <class T>
+class Scores {
+ public:
+  Scores(const AttentionParams& p, int64_t b, int64_t h) : p_(p), b_(b), h_(h), keys_(p.valid_keys(b)), queries_(p.valid_queries(b)) {
+    if (p.alibi_slopes.present) slope_ = T(kLog2E) * read_one<T>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
+  }
+
+  // Keys that the causal, window and length rules let query i see: always one interval.
+  KeyRange visible(int64_t i) const {
+    if (i >= queries_) return {0, 0};
+    int64_t begin = 0, end = keys_;
+    const int64_t center = i + p_.offset();
+    if (p_.causal != Causal::kNone) end = min(end, center + 1);
+    if (p_.window_right >= 0 && p_.window_right < p_.len_q + p_.len_k) end = min(end, center + p_.window_right + 1);
+    if (p_.window_left >= 0 && p_.window_left < p_.len_q + p_.len_k) begin = max(begin, center - p_.window_left);
+    if (end <= begin) return {0, 0};
+    return {begin, end};
+  }
+
+  // The smallest interval that holds what rows i0 .. i0+rows see. Both ends grow with i, so the first and the last
+  // valid row decide.
+  KeyRange visible(int64_t i0, int64_t rows) const {
+    const int64_t last = min(i0 + rows, queries_) - 1;
+    int64_t begin = p_.len_k, end = 0;
+    if (i0 <= last) {
+      for (int64_t i = i0; i <= last && begin == p_.len_k; i++) {  // leading rows may see nothing
+        const KeyRange r = visible(i);
+        if (r.end > r.begin) begin = r.begin;
+      }
+      for (int64_t i = last; i >= i0 && end == 0; i--) end = visible(i).end;
+    }
+    return end > begin ? KeyRange{begin, end} : KeyRange{0, 0};
+  }
+
+  // Turns the products s (rows i0 .. i0+rows, keys j0 .. j0+n; scale * log2 e already inside) into logits in place.
+  // Hidden keys, and the columns from n up to padded(n), become -inf. With softcap and `slope_of_cap` given, writes
+  // the derivative d(capped)/d(raw) there, which the backward needs.
+  void finish(T* s, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int64_t n, T* slope_of_cap) const {
+    for (int64_t r = 0; r < rows; r++) {
+      T* row = s + r * ld;
+      const int64_t i = i0 + r;
+      const KeyRange range = visible(i);
+      if (range.end > range.begin) {
+        if (p_.softcap > 0) cap(row, padded<T>(n), slope_of_cap ? slope_of_cap + r * ld : nullptr);
+        if (p_.bias.present) add(p_.bias, row, i, j0, n);
+        if (p_.float_mask.present) add(p_.float_mask, row, i, j0, n);
+        if (p_.alibi_slopes.present) {
+          const int64_t center = i + p_.len_k - p_.len_q - j0;
+          for (int64_t j = 0; j < n; j++) row[j] -= slope_ * distance(center - j);
+        }
+        if (p_.bool_mask.present) hide(row, i, j0, n);
+      }
+      const int64_t begin = max(0, min(range.begin - j0, padded<T>(n))), end = max(begin, min(range.end - j0, n));
+      for (int64_t j = 0; j < begin; j++) row[j] = -infinity<T>();
+      for (int64_t j = end; j < padded<T>(n); j++) row[j] = -infinity<T>();
+    }
+  }
+
+  // |i + Nk - Nq - j|, what ALiBi multiplies its slope with.
+  static ATTN_INLINE T distance(int64_t x) { return T(x < 0 ? -x : x); }
+
+  int64_t valid_queries() const { return queries_; }
+
+ private:
+  void cap(T* row, int64_t n, T* slope) const {
+    const T limit = T(p_.softcap * kLog2E), inverse = T(1.0 / (p_.softcap * kLog2E));
+    for (int64_t j = 0; j < n; j += kLanes<T>) {
+      const Vec<T> t = tanh<T>(load(row + j) * inverse);
+      store<T>(row + j, t * limit);
+      if (slope != nullptr) store<T>(slope + j, T(1) - t * t);
+    }
+  }
+
+  // A bias of -inf hides the key whatever its product is, NaN included.
+  void add(const StridedView& term, T* row, int64_t i, int64_t j0, int64_t n) const {
+    T values[kBlockKeys];
+    read_strided<T>(term.at(b_, h_, i, j0), term.dtype, term.stride[3], n, values);
+    for (int64_t j = 0; j < n; j++) {
+      row[j] = values[j] == -infinity<T>() ? -infinity<T>() : row[j] + T(kLog2E) * values[j];
+    }
+  }
+
+  void hide(T* row, int64_t i, int64_t j0, int64_t n) const {
+    const char* mask = p_.bool_mask.at(b_, h_, i, j0);
+    const int64_t step = p_.bool_mask.stride[3];
+    if (step == 1) {
+      for (int64_t j = 0; j < n; j++) row[j] = mask[j] ? row[j] : -infinity<T>();
+    } else {
+      for (int64_t j = 0; j < n; j++) row[j] = mask[j * step] ? row[j] : -infinity<T>();
+    }
+  }
+
+  const AttentionParams& p_;
+  int64_t b_, h_, keys_, queries_;
+  T slope_ = 0;
+};
+
+// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for groups of eight keys:
+// counter (j / 8, i, h, b), key from the generator; four 32-bit words give eight 16-bit numbers. Writes the factor
+// of each probability, 0 or 1 / (1 - p), for keys j0 .. j0+n of query i. j0 is a multiple of 8.
+template <class T>
+inline void dropout_factors(const Dropout& dropout, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t n, T* factor) {
+  constexpr int kGroups = kBlockKeys / 8;
+  uint32_t c[4][kGroups];
+  const int groups = int((n + 7) / 8);
+  for (int g = 0; g < groups; g++) {
+    c[0][g] = uint32_t(j0 / 8 + g);
+    c[1][g] = uint32_t(i);
+    c[2][g] = uint32_t(h);
+    c[3][g] = uint32_t(b);
+  }
+  uint32_t key0 = uint32_t(dropout.key), key1 = uint32_t(dropout.key >> 32);
+  for (int round = 0; round < 10; round++) {
+    for (int g = 0; g < groups; g++) {
+      const uint64_t product0 = uint64_t(c[0][g]) * 0xD2511F53u, product1 = uint64_t(c[2][g]) * 0xCD9E8D57u;
+      c[0][g] = uint32_t(product1 >> 32) ^ c[1][g] ^ key0;
+      c[1][g] = uint32_t(product1);
+      c[2][g] = uint32_t(product0 >> 32) ^ c[3][g] ^ key1;
+      c[3][g] = uint32_t(product0);
+    }
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  const T kept = T(dropout.scale());
+  for (int64_t j = 0; j < n; j++) {
+    const uint32_t number = c[(j % 8) / 2][j / 8] >> (16 * (j % 2)) & 0xffffu;
+    factor[j] = number >= dropout.threshold ? kept : T(0);
+  }
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext

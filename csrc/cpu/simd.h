@@ -1,0 +1,178 @@
+// The thin SIMD layer: vectors of T through the compiler's vector extensions, in the width of this build.
+//
+// This header and those after it are compiled once per instruction set, inside the namespace ATTN_ISA, under that
+// set's target pragma (see isa_avx2.cpp). They include no standard header themselves: a standard inline function
+// compiled here for AVX-512 could be picked by the linker for the code that runs everywhere.
+namespace attn_ext {
+namespace ATTN_ISA {
+
+#define ATTN_INLINE inline __attribute__((always_inline))
+
+template <class T>
+struct SimdTypes;
+template <>
+struct SimdTypes<float> {
+  typedef float Vec __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+  typedef float Unaligned __attribute__((vector_size(ATTN_VECTOR_BYTES), aligned(4), may_alias));
+  typedef int32_t Int __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+  static constexpr int kMantissa = 23, kExpDegree = 7;
+  static constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  static constexpr float kMinExponent = -126.0f;
+};
+template <>
+struct SimdTypes<double> {
+  typedef double Vec __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+  typedef double Unaligned __attribute__((vector_size(ATTN_VECTOR_BYTES), aligned(8), may_alias));
+  typedef int64_t Int __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+  static constexpr int kMantissa = 52, kExpDegree = 13;
+  static constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kMinExponent = -1022.0;
+};
+
+template <class T>
+using Vec = typename SimdTypes<T>::Vec;
+template <class T>
+using IntVec = typename SimdTypes<T>::Int;
+
+// Lanes of a vector: int, since it is used in template arguments and small loops.
+template <class T>
+constexpr int kLanes = ATTN_VECTOR_BYTES / int(sizeof(T));
+
+template <class T>
+ATTN_INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};  // x - 0 keeps -0.0, which x + 0 would not
+}
+template <class T>
+ATTN_INLINE Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename SimdTypes<T>::Unaligned*>(p);
+}
+template <class T>
+ATTN_INLINE void store(T* p, Vec<T> x) {
+  *reinterpret_cast<typename SimdTypes<T>::Unaligned*>(p) = x;
+}
+
+template <class V>
+ATTN_INLINE V max(V a, V b) {
+  return a > b ? a : b;  // a NaN in a is dropped; callers that care look at the sum of exponentials
+}
+
+template <class T>
+constexpr T infinity() {
+  return T(__builtin_inf());
+}
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Lane l of the result is lane index(l) of the 2 * kLanes lanes (a, b). Index is a constexpr function of l.
+template <int... kLane>
+struct Lanes {};
+template <int n, int... kLane>
+struct MakeLanes : MakeLanes<n - 1, n - 1, kLane...> {};
+template <int... kLane>
+struct MakeLanes<0, kLane...> {
+  using type = Lanes<kLane...>;
+};
+
+template <class T, class Index, int... kLane>
+ATTN_INLINE Vec<T> shuffle(Vec<T> a, Vec<T> b, Index, Lanes<kLane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Index::at(kLane)...);
+#else
+  return __builtin_shuffle(a, b, IntVec<T>{Index::at(kLane)...});
+#endif
+}
+template <class T, class Index>
+ATTN_INLINE Vec<T> shuffle(Vec<T> a, Vec<T> b, Index index) {
+  return shuffle<T>(a, b, index, typename MakeLanes<kLanes<T>>::type{});
+}
+
+// Horizontal reductions: fold the upper half onto the lower until one lane is left (butterfly over lane ^ distance).
+template <int distance>
+struct ButterflyIndex {
+  static constexpr int at(int lane) { return lane ^ distance; }
+};
+template <class T, int distance = kLanes<T> / 2>
+ATTN_INLINE T reduce_max(Vec<T> x) {
+  if constexpr (distance == 0) {
+    return x[0];
+  } else {
+    return reduce_max<T, distance / 2>(max(x, shuffle<T>(x, x, ButterflyIndex<distance>{})));
+  }
+}
+template <class T, int distance = kLanes<T> / 2>
+ATTN_INLINE T reduce_add(Vec<T> x) {
+  if constexpr (distance == 0) {
+    return x[0];
+  } else {
+    return reduce_add<T, distance / 2>(x + shuffle<T>(x, x, ButterflyIndex<distance>{}));
+  }
+}
+
+// In-place transpose of a kLanes x kLanes block: at each distance 1, 2, 4, ... swap the off-diagonal squares of
+// that size between rows r and r + distance.
+template <int distance, int n>
+struct SwapLowIndex {
+  static constexpr int at(int lane) { return lane & distance ? n + lane - distance : lane; }
+};
+template <int distance, int n>
+struct SwapHighIndex {
+  static constexpr int at(int lane) { return lane & distance ? n + lane : lane + distance; }
+};
+template <class T, int distance = 1>
+ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int n = kLanes<T>;
+  if constexpr (distance < n) {
+#pragma GCC unroll 16
+    for (int r = 0; r < n; r++) {
+      if (r & distance) continue;
+      const Vec<T> low = rows[r], high = rows[r + distance];
+      rows[r] = shuffle<T>(low, high, SwapLowIndex<distance, n>{});
+      rows[r + distance] = shuffle<T>(low, high, SwapHighIndex<distance, n>{});
+    }
+    transpose<T, distance * 2>(rows);
+  }
+}
+
+// 2^x: x = n + f with n an integer and |f| <= 1/2; 2^f by its Taylor series sum (f ln 2)^k / k!, whose first left-out
+// term is below half an ulp (degree 7: 5e-9, degree 13: 4e-18); 2^n by adding n to the exponent field.
+// For x <= 0. Results below the smallest normal number, and 2^-inf, are 0. NaN stays NaN.
+template <class T>
+constexpr T taylor_exp2(int k) {
+  double c = 1.0;
+  for (int i = 1; i <= k; i++) c *= 0.69314718055994530942 / i;
+  return T(c);
+}
+template <class T, int k>
+ATTN_INLINE Vec<T> exp2_series(Vec<T> f) {
+  if constexpr (k == SimdTypes<T>::kExpDegree) {
+    return splat<T>(taylor_exp2<T>(k));
+  } else {
+    constexpr T c = taylor_exp2<T>(k);
+    return exp2_series<T, k + 1>(f) * f + c;
+  }
+}
+template <class T>
+ATTN_INLINE Vec<T> exp2(Vec<T> x) {
+  using S = SimdTypes<T>;
+  const Vec<T> shifted = x + S::kMagic;
+  const Vec<T> f = x - (shifted - S::kMagic);
+  const Vec<T> p = exp2_series<T, 0>(f);
+  const IntVec<T> bits = (IntVec<T>)p + ((IntVec<T>)shifted << S::kMantissa);
+  return x < S::kMinExponent ? Vec<T>{} : (Vec<T>)bits;
+}
+
+// tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|). Absolute error of an ulp of 1, which is what a logit
+// that is multiplied by the cap needs.
+template <class T>
+ATTN_INLINE Vec<T> tanh(Vec<T> x) {
+  constexpr T kTwoLog2E = T(2 * 1.44269504088896340736);
+  const Vec<T> magnitude = x < T(0) ? -x : x;
+  const Vec<T> e = exp2<T>(magnitude * -kTwoLog2E);
+  const Vec<T> t = (T(1) - e) / (T(1) + e);
+  return x < T(0) ? -t : t;
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext

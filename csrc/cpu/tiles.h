@@ -1,0 +1,50 @@
+// How work is cut into tiles and handed to threads, and the scratch slots that tiles live in.
+namespace attn_ext {
+namespace ATTN_ISA {
+
+// Query rows a unit of forward work packs K and V for: packing a key block costs about as much as 8 rows of its
+// products, so 192 rows keep it near 4%. Score tiles are cut finer (kTileRows), to stay in cache.
+constexpr int64_t kUnitRows = 192;
+constexpr int64_t kTileRows = 48;
+
+// With few heads and short sequences, smaller units give every thread work. The choice depends on the shape alone:
+// never on the number of threads.
+inline int64_t unit_rows(const AttentionParams& p) {
+  int64_t rows = kUnitRows;
+  while (rows > kTileRows && p.batch * p.heads_q * ((p.len_q + rows - 1) / rows) < 32) rows /= 2;
+  return min(rows, max(p.len_q, 1));
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+enum Slot { kQuery, kQueryPanel, kGradOut, kGradOutPanel, kKey, kKeyPanel, kValue, kScore, kGradScore, kCapSlope, kOutput, kState, kStrip, kGradKey, kGradValue, kGradQuery };
+
+template <class T>
+ATTN_INLINE T* scratch(Slot slot, int64_t n) {
+  return static_cast<T*>(thread_scratch(slot, size_t(max(n, 1)) * sizeof(T)));
+}
+
+// Calls body(unit) for unit = 0 .. units-1, each once; threads take the next unit when they finish one. Units write
+// disjoint results, so the outcome does not depend on who takes what.
+template <class Body>
+inline void for_each_unit(const Threads& threads, int64_t units, const Body& body) {
+  if (units == 0) return;
+  struct Context {
+    const Body& body;
+    int64_t units, next;
+  } context{body, units, 0};
+  const auto worker = [](void* raw, int64_t) {
+    Context& c = *static_cast<Context*>(raw);
+    for (int64_t unit; (unit = __atomic_fetch_add(&c.next, 1, __ATOMIC_RELAXED)) < c.units;) c.body(unit);
+    release_large_thread_scratch();
+  };
+  const int64_t workers = min(threads.count, units);
+  if (workers <= 1) {
+    worker(&context, 0);
+  } else {
+    threads.run(workers, worker, &context);
+  }
+}
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext
