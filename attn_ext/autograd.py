@@ -45,11 +45,13 @@ def attention(
 
 def _derivative_wanted(tensors):
     """Whether any kind of derivative may be taken of this call."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
-    if torch.autograd.forward_ad._current_level >= 0:  # the Function then refuses: the raw op would drop the tangent
-        return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.compiler.is_compiling():
+        return False
+    # Under torch.func's transforms and in forward mode the Function decides, and refuses what it cannot do: the raw op
+    # would drop a tangent without a word.
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def column_sums(

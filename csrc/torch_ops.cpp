@@ -222,8 +222,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
                       (!grad_lse || io.grad_lse.dtype == lse_dtype),
                   "attn_ext: grad_out and out must have q's dtype, lse and grad_lse forward's");
 
-  const Tensor none = empty_of(q, {0}, q.scalar_type());
-  Tensor grads[7] = {none, none, none, none, none, none, none};
+  std::vector<Tensor> grads;  // those that are not wanted have no elements; an op's results may not alias
+  for (int n = 0; n < 7; n++) grads.push_back(empty_of(q, {0}, q.scalar_type()));
   if (output_mask & kQ) {
     grads[0] = empty_heads(q, p.batch, p.heads_q, p.len_q, p.dim_qk);
     io.grad_q = views.rows(grads[0], "grad_q");

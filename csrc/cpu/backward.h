@@ -17,14 +17,14 @@ class Backward {
   void run(const Threads& threads) {
     const bool want_keys = want_k_ || want_v_ || want_alibi_;
     if (!want_keys && !want_q_) return;
-    const int64_t kv_heads = p_.batch * p_.heads_kv;
+    const int64_t kv_heads = p_.batch * p_.heads_kv, products = score_products(p_);
     if (want_keys && want_q_ && kv_heads >= threads.count) {
-      for_each_unit(threads, kv_heads, [&](int64_t unit) { whole_head(unit / p_.heads_kv, unit % p_.heads_kv); });
+      for_each_unit(threads, kv_heads, products, [&](int64_t unit) { whole_head(unit / p_.heads_kv, unit % p_.heads_kv); });
       return;
     }
     if (want_keys) {
       // First key blocks first: under a causal mask they are the longest.
-      for_each_unit(threads, key_blocks_ * kv_heads, [&](int64_t unit) {
+      for_each_unit(threads, key_blocks_ * kv_heads, products, [&](int64_t unit) {
         GradTile<T> tile(p_, io_, state_);
         const int64_t head = unit % kv_heads;
         key_block(tile, head / p_.heads_kv, head % p_.heads_kv, unit / kv_heads, nullptr, 0, 0);
@@ -32,7 +32,7 @@ class Backward {
     }
     if (want_q_) {
       const int64_t heads = p_.batch * p_.heads_q, tiles = ceil_div(p_.len_q, kUnitRows);
-      for_each_unit(threads, tiles * heads, [&](int64_t unit) {
+      for_each_unit(threads, tiles * heads, products, [&](int64_t unit) {
         const int64_t i0 = (tiles - 1 - unit / heads) * kUnitRows, head = unit % heads;
         query_rows(head / p_.heads_q, head % p_.heads_q, i0, min(kUnitRows, p_.len_q - i0));
       });
@@ -155,7 +155,7 @@ class Backward {
 // d(sink) = -sum_i 2^(sink - lse_i) * delta_i, since the sink's own value is 0.
 template <class T>
 void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* sink_parts, const Threads& threads) {
-  for_each_unit(threads, p.batch * p.heads_q, [&](int64_t unit) {
+  for_each_unit(threads, p.batch * p.heads_q, p.batch * p.heads_q * p.len_q * p.dim_v, [&](int64_t unit) {
     const int64_t b = unit / p.heads_q, h = unit % p.heads_q, valid = p.valid_queries(b);
     const int64_t ld = padded<T>(p.dim_v);
     T *o = scratch<T>(kOutput, 2 * ld), *g = o + ld;

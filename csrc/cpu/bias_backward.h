@@ -12,7 +12,7 @@ void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowStat
   const int64_t column_tiles = over_columns ? 1 : ceil_div(size[3], kGradKeys);
   const int64_t units = size[0] * size[1] * row_tiles * column_tiles;
 
-  for_each_unit(threads, units, [&](int64_t unit) {
+  for_each_unit(threads, units, score_products(p), [&](int64_t unit) {
     const int64_t column_tile = unit % column_tiles, row_tile = unit / column_tiles % row_tiles;
     const int64_t h_bias = unit / (column_tiles * row_tiles) % size[1], b_bias = unit / (column_tiles * row_tiles * size[1]);
     const int64_t i_begin = row_tile * kGradRows, i_end = over_rows ? p.len_q : min(p.len_q, i_begin + kGradRows);

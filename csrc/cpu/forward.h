@@ -129,7 +129,7 @@ class ForwardUnit {
 template <class T>
 void forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
   const int64_t rows = unit_rows(p), tiles = ceil_div(p.len_q, rows), heads = p.batch * p.heads_q;
-  for_each_unit(threads, tiles * heads, [&](int64_t unit) {
+  for_each_unit(threads, tiles * heads, score_products(p), [&](int64_t unit) {
     // Last query tiles first: under a causal mask they are the longest, and the short ones fill the gaps.
     const int64_t tile = tiles - 1 - unit / heads, bh = unit % heads, i0 = tile * rows;
     ForwardUnit<T>(p, o, bh / p.heads_q, bh % p.heads_q, i0, min(rows, p.len_q - i0)).run();

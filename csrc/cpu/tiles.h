@@ -15,6 +15,12 @@ inline int64_t unit_rows(const AttentionParams& p) {
   return min(rows, max(p.len_q, 1));
 }
 
+// Multiply-adds of the two products of all visible and hidden scores; saturates where int64 would overflow.
+inline int64_t score_products(const AttentionParams& p) {
+  const double n = double(p.batch) * double(p.heads_q) * double(p.len_q) * double(p.len_k) * double(p.dim_qk + p.dim_v);
+  return n < 1e18 ? int64_t(n) : int64_t(1e18);
+}
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum Slot { kQuery, kQueryPanel, kGradOut, kGradOutPanel, kKey, kKeyPanel, kValue, kScore, kGradScore, kCapSlope, kOutput, kState, kStrip, kGradKey, kGradValue, kGradQuery };
@@ -25,9 +31,13 @@ ATTN_INLINE T* scratch(Slot slot, int64_t n) {
 }
 
 // Calls body(unit) for unit = 0 .. units-1, each once; threads take the next unit when they finish one. Units write
-// disjoint results, so the outcome does not depend on who takes what.
+// disjoint results, so the outcome does not depend on who takes what. `products` is the work of all units in
+// multiply-adds: waking a thread costs about as much as kProductsPerThread of them (5 us), so small problems stay on
+// the calling one.
+constexpr int64_t kProductsPerThread = 250000;
+
 template <class Body>
-inline void for_each_unit(const Threads& threads, int64_t units, const Body& body) {
+inline void for_each_unit(const Threads& threads, int64_t units, int64_t products, const Body& body) {
   if (units == 0) return;
   struct Context {
     const Body& body;
@@ -38,7 +48,7 @@ inline void for_each_unit(const Threads& threads, int64_t units, const Body& bod
     for (int64_t unit; (unit = __atomic_fetch_add(&c.next, 1, __ATOMIC_RELAXED)) < c.units;) c.body(unit);
     release_large_thread_scratch();
   };
-  const int64_t workers = min(threads.count, units);
+  const int64_t workers = min(min(threads.count, units), products / kProductsPerThread);
   if (workers <= 1) {
     worker(&context, 0);
   } else {

@@ -1,0 +1,128 @@
+"""What the CPU kernels promise beyond right numbers: one result for any thread count, every build, O(N) memory."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import attn_ext
+from attn_ext import _C
+
+HERE = Path(__file__).parent
+
+
+def run(threads, q, k, v, bias, **options):
+    """All results and gradients, computed with that many threads."""
+    torch.set_num_threads(threads)
+    try:
+        inputs = [t.detach().clone().requires_grad_() for t in (q, k, v, bias)]
+        out, lse = attn_ext.attention(
+            *inputs[:3], bias=inputs[3], return_lse=True, generator=torch.Generator().manual_seed(1), **options
+        )
+        return [out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), inputs)]
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "heads_kv"), [(1, 1), (1, 3), (2, 4)])
+def test_results_do_not_depend_on_the_number_of_threads(dtype, batch, heads_kv):
+    """Few KV heads take another route through the backward than many; the bits must be the same on both."""
+    torch.manual_seed(0)
+    q = torch.randn(batch, 2 * heads_kv, 400, 40, dtype=dtype)
+    k, v = (torch.randn(batch, heads_kv, 421, 40, dtype=dtype) for _ in range(2))
+    bias = torch.randn(1, 2 * heads_kv, 400, 421, dtype=dtype)
+    options = {"causal": True, "dropout_p": 0.2, "softcap": 4.0}
+    want = run(1, q, k, v, bias, **options)
+    for threads in (2, 3, 5):
+        for a, b in zip(run(threads, q, k, v, bias, **options), want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_many_python_threads_at_once():
+    """Scratch memory shared between threads by mistake would mix up results."""
+    torch.manual_seed(0)
+    problems = [[torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3)] for n in (30, 70, 110, 150)]
+
+    def both(inputs):
+        out = attn_ext.attention(*inputs, causal=True)
+        return [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+
+    want = [both(p) for p in problems]
+    wrong = []
+
+    def work(n):
+        for _ in range(20):
+            if not all(torch.equal(a, b) for a, b in zip(both(problems[n]), want[n], strict=True)):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n % 4,)) for n in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("isa", [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()])
+def test_the_other_instruction_sets(isa):
+    """The comparison with the reference again, on every other build that this machine can run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_attention.py")]
+    done = subprocess.run(
+        command, env={**os.environ, "ATTN_EXT_CPU_ISA": isa}, cwd=HERE.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_unknown_instruction_set_is_refused():
+    code = "import torch, attn_ext; q = torch.ones(1, 1, 1, 1); attn_ext.attention(q, q, q)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "ATTN_EXT_CPU_ISA": "mmx"}, cwd=HERE.parent, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ATTN_EXT_CPU_ISA=mmx" in done.stderr
+    assert "it can run:" in done.stderr
+
+
+MEMORY = """
+import resource, sys
+import torch
+import attn_ext
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
+
+def run(n, dtype):
+    tensors = [torch.randn(1, 1, n, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+    mask = torch.ones(1, 1, 1, n, dtype=torch.bool)
+    before = peak()
+    attn_ext.attention(*tensors, mask=mask, causal=True).sum().backward()
+    return peak() - before
+
+run(64, torch.float32)
+print(run(int(sys.argv[1]), getattr(torch, sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_linear_in_length(dtype):
+    """32768 keys: the score matrix would take 4 GiB. Out, three gradients and what autograd keeps take 48 MiB in
+    float32; everything on top must stay below the 200 MB that design allows."""
+    done = subprocess.run([sys.executable, "-c", MEMORY, "32768", dtype], capture_output=True, text=True, check=True,
+                          cwd=HERE.parent)  # fmt: skip
+    assert float(done.stdout) < 200
+
+
+def test_first_call_after_fork_works():
+    """A DataLoader worker is a fork of a process that has used the kernels already."""
+    q = torch.randn(1, 2, 300, 32)
+    want = attn_ext.attention(q, q, q)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if torch.equal(attn_ext.attention(q, q, q), want) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,0 +1,130 @@
+"""The registered ops: opcheck, fake tensors, torch.compile; and what the raw ops refuse."""
+
+import pytest
+import torch
+
+import attn_ext
+
+FORWARD = torch.ops.attn_ext.attention_forward
+BACKWARD = torch.ops.attn_ext.attention_backward
+
+
+def arguments(full):
+    """Canonical arguments of the forward op: lean, or with everything on and GQA, Dv != D, strided views."""
+    torch.manual_seed(0)
+    if not full:
+        q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
+        return (q, k, v, *[None] * 8, 0.35, 0.0, 0, -1, -1, 0.0)
+    q = torch.randn(2, 6, 4, 8).transpose(1, 2)
+    k, v = torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 5)
+    bias, float_mask, bool_mask = (
+        torch.randn(1, 4, 6, 7),
+        torch.randn(2, 1, 1, 7),
+        torch.rand(2, 1, 6, 7) > 0.2,
+    )
+    lengths, rng = (torch.tensor([7, 3]), torch.tensor([6, 2])), torch.tensor([5, 11])
+    return (
+        q, k, v, bias, float_mask, bool_mask, torch.rand(4), torch.rand(4), *lengths, rng, 0.3, 2.0, 2, 4, -1, 0.2
+    )  # fmt: skip
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("full", [False, True])
+def test_opcheck_forward(full):
+    torch.library.opcheck(FORWARD, arguments(full))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("full", "output_mask"), [(False, 7), (False, 2), (True, 127), (True, 0b0101010)])
+def test_opcheck_backward(full, output_mask):
+    args = arguments(full)
+    out, lse = FORWARD(*args)
+    grad_lse = torch.randn_like(lse) if full else None
+    rest = (*args[:3], out, lse, *args[3:], output_mask)
+    torch.library.opcheck(BACKWARD, (torch.randn_like(out), grad_lse, *rest))
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_shapes_without_data(device):
+    """Strides too: what compiled code assumes must be what the kernel returns."""
+    args = arguments(True)
+    real = FORWARD(*args)
+    if device == "meta":
+        got = FORWARD(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+    else:
+        with torch._subclasses.FakeTensorMode() as mode:
+            got = FORWARD(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+    for a, b in zip(got, real, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(backend, dynamic):
+    """Forward and backward without a graph break, at several lengths, equal to eager."""
+    torch._dynamo.reset()
+
+    def f(q, k, v, bias):
+        out, lse = attn_ext.attention(q * 2, k, v, bias=bias, causal=True, softcap=5.0, return_lse=True)
+        return out.sin().sum() + lse.sum()
+
+    compiled = torch.compile(f, fullgraph=True, backend=backend, dynamic=dynamic)
+    for n in (6, 9):
+        torch.manual_seed(0)
+        inputs = [
+            torch.randn(2, 4, n, 8, requires_grad=True),
+            *(torch.randn(2, 2, n, 8, requires_grad=True) for _ in "kv"),
+        ]
+        inputs.append(torch.randn(1, 4, n, n, requires_grad=True))
+        got, want = compiled(*inputs), f(*inputs)
+        torch.testing.assert_close(got, want)
+        grads = zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True)
+        for a, b in grads:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.compile
+def test_compile_sdpa_and_dropout():
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 3, 8, 4) for _ in range(3))
+    compiled = torch.compile(attn_ext.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    mask = torch.rand(2, 1, 8, 8) > 0.3
+    torch.testing.assert_close(compiled(q, k, v, mask), attn_ext.scaled_dot_product_attention(q, k, v, mask))
+    a, b = compiled(q, k, v, None, 0.5), compiled(q, k, v, None, 0.5)
+    assert not torch.equal(a, b), "two calls must draw two masks, compiled or not"
+
+
+BAD = {
+    "k of another head_dim": (1, lambda k: k[..., :-1]),
+    "v of another length": (2, lambda v: v[:, :, :-1]),
+    "heads that do not divide": (1, lambda k: torch.cat([k, k[:, :1]], 1)),
+    "another dtype": (1, lambda k: k.double()),
+    "3-D": (0, lambda q: q[0]),
+    "bias of the wrong width": (3, lambda b: b[..., :-1]),
+    "bias as bool": (3, lambda b: b > 0),
+    "mask as float": (5, lambda m: m.float()),
+    "too few slopes": (6, lambda s: s[:-1]),
+    "lengths in float": (8, lambda n: n.float()),
+    "dropout without state": (10, lambda s: None),
+    "causal 3": (13, lambda c: 3),
+    "probability 1.5": (16, lambda p: 1.5),
+    "probability NaN": (16, lambda p: float("nan")),
+}
+
+
+@pytest.mark.parametrize(("position", "change"), BAD.values(), ids=BAD.keys())
+def test_raw_op_refuses_what_would_read_out_of_bounds(position, change):
+    args = list(arguments(True))
+    args[position] = change(args[position])
+    with pytest.raises(RuntimeError, match="attn_ext: "):
+        FORWARD(*args)
+
+
+def test_raw_op_clamps_lengths():
+    """Python refuses such lengths; the op must at least not read beyond the tensors."""
+    args = list(arguments(True))
+    args[8], args[9] = torch.tensor([1 << 40, -5]), torch.tensor([1 << 40, -5])
+    out, lse = FORWARD(*args)
+    assert out.isfinite().all()
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
