@@ -1,7 +1,8 @@
 """Differentiation of the fused ops: reverse mode in the kernels, second derivatives through the reference formula.
 
-The first derivative recomputes probabilities tile by tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and
-what is saved is q, k, v, out, lse and the small tensors. Second derivatives (``create_graph=True``) differentiate
+The derivatives are written once, as functions of the ops' arguments, and used twice: by the autograd.Functions that
+:func:`attention` goes through, and registered for the raw ops. The first derivative recomputes probabilities tile by
+tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and what is saved is q, k, v, out, lse and the small tensors. Second derivatives (``create_graph=True``) differentiate
 :mod:`attn_ext.reference`, a few heads at a time: they are exact, and need O(Nq * Nk) memory for those heads. Third and
 higher derivatives keep the whole reference graph.
 """
@@ -38,20 +39,30 @@ def attention(
     options.dropout_p > 0. Checked by :mod:`attn_ext.functional`, not here.
     """
     tensors = (q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state)
-    if not _derivative_wanted(tensors):  # saves half the cost of a small call
-        return torch.ops.attn_ext.attention_forward(*tensors, *options)
-    return _Attention.apply(*tensors, options)
+    if _derivative_wanted(tensors):
+        return _Attention.apply(*tensors, *options)
+    return _below_autograd(torch.ops.attn_ext.attention_forward, *tensors, *options)
 
 
 def _derivative_wanted(tensors):
     """Whether any kind of derivative may be taken of this call."""
+    if torch.compiler.is_compiling():
+        # Dynamo of torch 2.14 drops the backward of a Function that is called under torch.func.grad: a wrong gradient
+        # without a word. It cannot trace this question there, so the graph breaks and eager code answers.
+        torch._C._functorch.maybe_current_level()
+        return True
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
-    if torch.compiler.is_compiling():
-        return False
-    # Under torch.func's transforms and in forward mode the Function decides, and refuses what it cannot do: the raw op
-    # would drop a tangent without a word.
+    # Under torch.func's transforms and in forward mode the Function decides, and refuses what it cannot do.
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def _below_autograd(op, *args):
+    """The op without its registered derivative, whose Python would cost as much as a small call does."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def column_sums(
@@ -69,74 +80,96 @@ def column_sums(
     terms = [t if t is None else t.to(dtype) for t in (bias, float_mask, alibi_slopes, sinks)]
     grads = _AttentionBackward.apply(
         ones, None, q.to(dtype), k.to(dtype), no_value, torch.zeros_like(ones), lse, terms[0], terms[1], bool_mask,
-        terms[2], terms[3], key_lengths, query_lengths, None, options._replace(dropout_p=0.0), 1 << 2,
+        terms[2], terms[3], key_lengths, query_lengths, None, *options._replace(dropout_p=0.0), 1 << 2,
     )  # fmt: skip
     return grads[2].squeeze(-1)
 
 
+def _save_forward(ctx, inputs, output):
+    ctx.options = Options(*inputs[11:])
+    ctx.save_for_backward(*inputs[:11], *output)
+    ctx.set_materialize_grads(False)
+
+
+def _forward_backward(ctx, grad_out, grad_lse):
+    q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest, out, lse = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * 17
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    needs = ctx.needs_input_grad
+    wanted = (*needs[:5], *needs[6:8])  # without bool_mask
+    output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
+    args = (
+        grad_out, grad_lse, q, k, v, out, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest,
+        *ctx.options, output_mask,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():  # a Function inside the backward of a Function is more than Dynamo takes
+        grads = torch.ops.attn_ext.attention_backward(*args)
+    elif torch.is_grad_enabled():
+        grads = _AttentionBackward.apply(*args)
+    else:
+        grads = _below_autograd(torch.ops.attn_ext.attention_backward, *args)
+    grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+    return (*grads[:5], None, *grads[5:], *(None,) * 9)
+
+
+def _save_backward(ctx, inputs, output):
+    ctx.options, ctx.output_mask = Options(*inputs[15:21]), inputs[21]
+    ctx.save_for_backward(*inputs[:15])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_backward(ctx, *cotangents):
+    grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    wanted = (*needs[:5], *needs[7:9], *needs[10:12])  # without out, lse (functions of the others) and bool_mask
+    problem = _Problem(
+        (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks), bool_mask, *rest, ctx.options
+    )
+    cotangents = [c if ctx.output_mask >> n & 1 else None for n, c in enumerate(cotangents)]
+    if all(c is None for c in cotangents):
+        return (None,) * 22
+    if torch.is_grad_enabled():
+        grads = problem.differentiate(cotangents, wanted)
+    else:
+        grads = problem.differentiate_in_parts(cotangents, wanted)
+    return (*grads[:5], None, None, *grads[5:7], None, *grads[7:], *(None,) * 10)
+
+
 class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(*args):
-        *tensors, options = args
-        return torch.ops.attn_ext.attention_forward(*tensors, *options)
+    """The forward op with its derivative, in the form that torch.func's transforms and Dynamo take."""
 
+    # Named arguments: Dynamo of torch 2.14 takes the first of *args for a ctx when nothing requires a gradient.
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.options = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest, out, lse = ctx.saved_tensors
-        if grad_out is None and grad_lse is None:
-            return (None,) * 12
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        needs = ctx.needs_input_grad
-        wanted = (*needs[:5], *needs[6:8])  # without bool_mask
-        output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
-        args = (
-            grad_out, grad_lse, q, k, v, out, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest
+    def forward(
+        q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
+        scale, softcap, causal, window_left, window_right, dropout_p,
+    ):  # fmt: skip
+        return _below_autograd(
+            torch.ops.attn_ext.attention_forward, q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks,
+            key_lengths, query_lengths, rng_state, scale, softcap, causal, window_left, window_right, dropout_p,
         )  # fmt: skip
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            grads = torch.ops.attn_ext.attention_backward(*args, *ctx.options, output_mask)
-        else:
-            grads = _AttentionBackward.apply(*args, ctx.options, output_mask)
-        grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
-        return (*grads[:5], None, *grads[5:], None, None, None, None)
+
+    setup_context = staticmethod(_save_forward)
+    backward = staticmethod(_forward_backward)
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that it can be differentiated again."""
+    """The backward op with its own derivative."""
 
     @staticmethod
     def forward(*args):
-        *tensors, options, output_mask = args
-        return torch.ops.attn_ext.attention_backward(*tensors, *options, output_mask)
+        return _below_autograd(torch.ops.attn_ext.attention_backward, *args)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.options, ctx.output_mask = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
+    setup_context = staticmethod(_save_backward)
+    backward = staticmethod(_backward_backward)
 
-    @staticmethod
-    def backward(ctx, *cotangents):
-        grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        wanted = (*needs[:5], *needs[7:9], *needs[10:12])  # without out, lse (functions of the others) and bool_mask
-        problem = _Problem(
-            (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks), bool_mask, *rest, ctx.options
-        )
-        cotangents = [c if ctx.output_mask >> n & 1 else None for n, c in enumerate(cotangents)]
-        if all(c is None for c in cotangents):
-            return (None,) * 17
-        if torch.is_grad_enabled():
-            grads = problem.differentiate(cotangents, wanted)
-        else:
-            grads = problem.differentiate_in_parts(cotangents, wanted)
-        return (*grads[:5], None, None, *grads[5:7], None, *grads[7:], None, None, None, None, None)
+
+# The raw ops have the same derivatives, so that a call of torch.ops.attn_ext.* by itself loses no gradient; under
+# torch.func's transforms torch refuses them, which is why the functions above do not rely on this.
+torch.library.register_autograd("attn_ext::attention_forward", _forward_backward, setup_context=_save_forward)
+torch.library.register_autograd("attn_ext::attention_backward", _backward_backward, setup_context=_save_backward)
 
 
 class _Problem(NamedTuple):

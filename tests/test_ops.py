@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attn_ext
+from attn_ext import autograd
 
 FORWARD = torch.ops.attn_ext.attention_forward
 BACKWARD = torch.ops.attn_ext.attention_backward
@@ -93,6 +94,41 @@ def test_compile_sdpa_and_dropout():
     torch.testing.assert_close(compiled(q, k, v, mask), attn_ext.scaled_dot_product_attention(q, k, v, mask))
     a, b = compiled(q, k, v, None, 0.5), compiled(q, k, v, None, 0.5)
     assert not torch.equal(a, b), "two calls must draw two masks, compiled or not"
+
+
+@pytest.mark.compile
+def test_compiled_torch_func_grad_is_right():
+    """Dynamo drops the backward of an autograd.Function under torch.func.grad: a silent zero, unless the graph breaks."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 6, 4)
+
+    def gradient(q):
+        return torch.func.grad(lambda q: attn_ext.attention(q, q * 2, q + 1, causal=True).sin().sum())(q)
+
+    want = gradient(q)
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(q), want)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(gradient, backend="aot_eager", fullgraph=True)(q)
+
+
+def test_raw_ops_are_differentiable():
+    """Called by themselves, the ops must not lose a gradient either."""
+    args = [a.double().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments(True)]
+
+    def f(*args):
+        out, lse = FORWARD(*args)
+        return out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+
+    inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    got = torch.autograd.grad(f(*args), inputs)
+    want = torch.autograd.grad(sum_through_autograd(args), inputs)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def sum_through_autograd(args):
+    out, lse = autograd.attention(*args[:11], autograd.Options(*args[11:]))
+    return out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
 
 
 BAD = {
