@@ -1,10 +1,11 @@
-"""Differentiation of the fused ops: reverse mode in the kernels, second derivatives through the reference formula.
+"""Derivatives of the fused ops: reverse mode in the kernels, second order through the reference.
 
-The derivatives are written once, as functions of the ops' arguments, and used twice: by the autograd.Functions that
-:func:`attention` goes through, and registered for the raw ops. The first derivative recomputes probabilities tile by
-tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and what is saved is q, k, v, out, lse and the small tensors. Second derivatives (``create_graph=True``) differentiate
-:mod:`attn_ext.reference`, a few heads at a time: they are exact, and need O(Nq * Nk) memory for those heads. Third and
-higher derivatives keep the whole reference graph.
+The derivatives are written once, as functions of the ops' arguments, and used twice: by the Functions that
+:func:`attention` goes through, and registered for the raw ops. The first derivative recomputes
+probabilities tile by tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and what is saved is q, k,
+v, out, lse and the small tensors. Second derivatives (``create_graph=True``) differentiate
+:mod:`attn_ext.reference`, a few heads at a time: they are exact, and need O(Nq * Nk) memory for those heads.
+Third and higher derivatives keep the whole reference graph.
 """
 
 from typing import NamedTuple
@@ -34,11 +35,23 @@ def attention(
 ):  # fmt: skip
     """(out, lse) of canonical arguments, differentiable in q, k, v, bias, float_mask, alibi_slopes and sinks.
 
-    q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); bias, float_mask, bool_mask 4-D with axes of full size or 1;
-    alibi_slopes (Hq,) or (B, Hq); sinks (Hq,); key_lengths and query_lengths (B,) int64; rng_state (2,) int64, given when
-    options.dropout_p > 0. Checked by :mod:`attn_ext.functional`, not here.
+    q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); bias, float_mask, bool_mask 4-D with axes of full
+    size or 1; alibi_slopes (Hq,) or (B, Hq); sinks (Hq,); key_lengths and query_lengths (B,) int64; rng_state
+    (2,) int64, given when options.dropout_p > 0. Checked by :mod:`attn_ext.functional`, not here.
     """
-    tensors = (q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state)
+    tensors = (
+        q,
+        k,
+        v,
+        bias,
+        float_mask,
+        bool_mask,
+        alibi_slopes,
+        sinks,
+        key_lengths,
+        query_lengths,
+        rng_state,
+    )
     if _derivative_wanted(tensors):
         return _Attention.apply(*tensors, *options)
     return _below_autograd(torch.ops.attn_ext.attention_forward, *tensors, *options)
@@ -54,7 +67,10 @@ def _derivative_wanted(tensors):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
     # Under torch.func's transforms and in forward mode the Function decides, and refuses what it cannot do.
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _below_autograd(op, *args):
@@ -104,7 +120,9 @@ def _forward_backward(ctx, grad_out, grad_lse):
         grad_out, grad_lse, q, k, v, out, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest,
         *ctx.options, output_mask,
     )  # fmt: skip
-    if torch.compiler.is_compiling():  # a Function inside the backward of a Function is more than Dynamo takes
+    if (
+        torch.compiler.is_compiling()
+    ):  # a Function inside the backward of a Function is more than Dynamo takes
         grads = torch.ops.attn_ext.attention_backward(*args)
     elif torch.is_grad_enabled():
         grads = _AttentionBackward.apply(*args)
@@ -121,9 +139,15 @@ def _save_backward(ctx, inputs, output):
 
 
 def _backward_backward(ctx, *cotangents):
-    grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = ctx.saved_tensors
+    grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = (
+        ctx.saved_tensors
+    )
     needs = ctx.needs_input_grad
-    wanted = (*needs[:5], *needs[7:9], *needs[10:12])  # without out, lse (functions of the others) and bool_mask
+    wanted = (
+        *needs[:5],
+        *needs[7:9],
+        *needs[10:12],
+    )  # without out, lse (functions of the others) and bool_mask
     problem = _Problem(
         (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks), bool_mask, *rest, ctx.options
     )
@@ -169,7 +193,9 @@ class _AttentionBackward(torch.autograd.Function):
 # The raw ops have the same derivatives, so that a call of torch.ops.attn_ext.* by itself loses no gradient; under
 # torch.func's transforms torch refuses them, which is why the functions above do not rely on this.
 torch.library.register_autograd("attn_ext::attention_forward", _forward_backward, setup_context=_save_forward)
-torch.library.register_autograd("attn_ext::attention_backward", _backward_backward, setup_context=_save_backward)
+torch.library.register_autograd(
+    "attn_ext::attention_backward", _backward_backward, setup_context=_save_backward
+)
 
 
 class _Problem(NamedTuple):
@@ -222,10 +248,17 @@ class _Problem(NamedTuple):
         group = heads_q // heads_kv if heads_kv else 1
         per_head = max(1, group * len_q * len_k)
         heads = max(1, min(heads_kv, SECOND_DERIVATIVE_SCORES // per_head))
-        samples = max(1, min(batch, SECOND_DERIVATIVE_SCORES // (per_head * max(1, heads_kv)))) if heads == heads_kv else 1
+        samples = (
+            max(1, min(batch, SECOND_DERIVATIVE_SCORES // (per_head * max(1, heads_kv))))
+            if heads == heads_kv
+            else 1
+        )
         if samples >= batch and heads >= heads_kv:
             return self.differentiate(cotangents, wanted)
-        total = [torch.zeros_like(t) if want and t is not None else None for t, want in zip(self.tensors, wanted, strict=True)]
+        total = [
+            torch.zeros_like(t) if want and t is not None else None
+            for t, want in zip(self.tensors, wanted, strict=True)
+        ]
         for b in range(0, batch, samples):
             for h in range(0, heads_kv, heads):
                 cut = _Cut(slice(b, b + samples), slice(h, h + heads), slice(h * group, (h + heads) * group))
@@ -280,7 +313,9 @@ class _Cut(NamedTuple):
     def of_scores(self, t):
         if t is None:
             return None
-        return t[self.batch if t.shape[0] > 1 else slice(None), self.heads_q if t.shape[1] > 1 else slice(None)]
+        return t[
+            self.batch if t.shape[0] > 1 else slice(None), self.heads_q if t.shape[1] > 1 else slice(None)
+        ]
 
     def of_batch(self, t):
         return None if t is None else t[self.batch]

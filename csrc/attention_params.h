@@ -49,13 +49,13 @@ struct Dropout {
 
 struct AttentionParams {
   int64_t batch = 0, heads_q = 0, heads_kv = 0, len_q = 0, len_k = 0, dim_qk = 0, dim_v = 0;
-  StridedView q, k, v;                       // last stride 1
-  StridedView bias, float_mask, bool_mask;   // optional; bool_mask: 1 = may attend
-  StridedView alibi_slopes;                  // optional; (batch, head) strides only
-  StridedView sinks;                         // optional; head stride only
-  const int64_t* key_lengths = nullptr;      // optional (B,)
-  const int64_t* query_lengths = nullptr;    // optional (B,)
-  double scale = 1.0, softcap = 0.0;         // softcap 0 = none
+  StridedView q, k, v;                      // last stride 1
+  StridedView bias, float_mask, bool_mask;  // optional; bool_mask: 1 = may attend
+  StridedView alibi_slopes;                 // optional; (batch, head) strides only
+  StridedView sinks;                        // optional; head stride only
+  const int64_t* key_lengths = nullptr;     // optional (B,)
+  const int64_t* query_lengths = nullptr;   // optional (B,)
+  double scale = 1.0, softcap = 0.0;        // softcap 0 = none
   Causal causal = Causal::kNone;
   int64_t window_left = -1, window_right = -1;  // -1 = open
   Dropout dropout;
@@ -81,15 +81,15 @@ struct ForwardOutput {
 
 // Gradients are written where `present`; the others are neither computed nor touched.
 struct BackwardIO {
-  StridedView grad_out;            // (B, Hq, Nq, Dv), last stride 1
-  StridedView grad_lse;            // optional (B, Hq, Nq)
-  StridedView out, lse;            // what forward returned
+  StridedView grad_out;                    // (B, Hq, Nq, Dv), last stride 1
+  StridedView grad_lse;                    // optional (B, Hq, Nq)
+  StridedView out, lse;                    // what forward returned
   StridedView grad_q, grad_k, grad_v;      // last stride 1
   StridedView grad_bias, grad_float_mask;  // shapes of their inputs: `size` says which axes are reduced
   int64_t bias_size[4] = {1, 1, 1, 1}, float_mask_size[4] = {1, 1, 1, 1};
   StridedView grad_alibi_slopes;  // (B or 1, Hq)
   int64_t alibi_batch = 1;
-  StridedView grad_sinks;  // (Hq,)
+  StridedView grad_sinks;     // (Hq,)
   void* workspace = nullptr;  // backward_workspace_bytes() of memory, 64-byte aligned
 };
 

@@ -24,11 +24,12 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // What both ops take after q, k, v: the optional tensors and the score options, in schema order.
-#define ATTN_OPTION_PARAMETERS                                                                                   \
-  OptionalTensor bias, OptionalTensor float_mask, OptionalTensor bool_mask, OptionalTensor alibi_slopes,         \
-      OptionalTensor sinks, OptionalTensor key_lengths, OptionalTensor query_lengths, OptionalTensor rng_state,  \
-      double scale, double softcap, int64_t causal, int64_t window_left, int64_t window_right, double dropout_p
-#define ATTN_OPTIONS                                                                                        \
+#define ATTN_OPTION_PARAMETERS                                                                           \
+  OptionalTensor bias, OptionalTensor float_mask, OptionalTensor bool_mask, OptionalTensor alibi_slopes, \
+      OptionalTensor sinks, OptionalTensor key_lengths, OptionalTensor query_lengths,                    \
+      OptionalTensor rng_state, double scale, double softcap, int64_t causal, int64_t window_left,       \
+      int64_t window_right, double dropout_p
+#define ATTN_OPTIONS                                                                                       \
   bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, scale, softcap, \
       causal, window_left, window_right, dropout_p
 
@@ -39,7 +40,9 @@ DType dtype_of(const Tensor& t, const char* name) {
     case ScalarType::Half: return DType::kFloat16;
     case ScalarType::BFloat16: return DType::kBFloat16;
     case ScalarType::Bool: return DType::kBool;
-    default: STD_TORCH_CHECK(false, "attn_ext: ", name, " has a dtype that is not float64, float32, float16, bfloat16 or bool");
+    default:
+      STD_TORCH_CHECK(false, "attn_ext: ", name,
+                      " has a dtype that is not float64, float32, float16, bfloat16 or bool");
   }
   return DType::kFloat32;
 }
@@ -71,12 +74,12 @@ class Views {
     const int64_t full[4] = {p.batch, p.heads_q, p.len_q, p.len_k};
     STD_TORCH_CHECK(t->is_cpu() && t->dim() == 4, "attn_ext: ", name, " must be a 4-D CPU tensor");
     for (int64_t axis = 0; axis < 4; axis++) {
-      STD_TORCH_CHECK(t->size(axis) == full[axis] || t->size(axis) == 1, "attn_ext: axis ", axis, " of ", name, " has size ",
-                      t->size(axis), ", must be 1 or ", full[axis]);
+      STD_TORCH_CHECK(t->size(axis) == full[axis] || t->size(axis) == 1, "attn_ext: axis ", axis, " of ",
+                      name, " has size ", t->size(axis), ", must be 1 or ", full[axis]);
     }
     const StridedView view = strided(*t, name);
-    STD_TORCH_CHECK(is_bool ? view.dtype == DType::kBool : additive_dtype(view.dtype, p.q.dtype), "attn_ext: dtype of ", name,
-                    " does not fit q");
+    STD_TORCH_CHECK(is_bool ? view.dtype == DType::kBool : additive_dtype(view.dtype, p.q.dtype),
+                    "attn_ext: dtype of ", name, " does not fit q");
     return view;
   }
 
@@ -84,7 +87,8 @@ class Views {
   StridedView per_head(const OptionalTensor& t, const AttentionParams& p, bool batched, const char* name) {
     if (!t.has_value()) return {};
     const bool per_batch = batched && shape_is(*t, {p.batch, p.heads_q});
-    STD_TORCH_CHECK(t->is_cpu() && (per_batch || shape_is(*t, {p.heads_q})), "attn_ext: shape of ", name, " does not fit q");
+    STD_TORCH_CHECK(t->is_cpu() && (per_batch || shape_is(*t, {p.heads_q})), "attn_ext: shape of ", name,
+                    " does not fit q");
     StridedView view;
     view.data = t->data_ptr();
     view.dtype = dtype_of(*t, name);
@@ -98,8 +102,8 @@ class Views {
   // int64 of `sizes`, contiguous.
   const int64_t* integers(const OptionalTensor& t, int64_t count, const char* name) {
     if (!t.has_value()) return nullptr;
-    STD_TORCH_CHECK(t->is_cpu() && t->scalar_type() == ScalarType::Long && shape_is(*t, {count}), "attn_ext: ", name,
-                    " must be an int64 CPU tensor of ", count, " elements");
+    STD_TORCH_CHECK(t->is_cpu() && t->scalar_type() == ScalarType::Long && shape_is(*t, {count}),
+                    "attn_ext: ", name, " must be an int64 CPU tensor of ", count, " elements");
     kept_.push_back(torch::stable::contiguous(*t));
     return static_cast<const int64_t*>(kept_.back().data_ptr());
   }
@@ -124,7 +128,8 @@ class Views {
   std::vector<Tensor> kept_;
 };
 
-AttentionParams make_params(Views& views, const Tensor& q, const Tensor& k, const Tensor& v, ATTN_OPTION_PARAMETERS) {
+AttentionParams make_params(Views& views, const Tensor& q, const Tensor& k, const Tensor& v,
+                            ATTN_OPTION_PARAMETERS) {
   AttentionParams p;
   p.q = views.rows(q, "q");
   p.k = views.rows(k, "k");
@@ -138,8 +143,10 @@ AttentionParams make_params(Views& views, const Tensor& q, const Tensor& k, cons
   p.dim_v = v.size(3);
   STD_TORCH_CHECK(p.q.dtype != DType::kBool && p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype,
                   "attn_ext: q, k and v must have one floating dtype");
-  STD_TORCH_CHECK(shape_is(k, {p.batch, p.heads_kv, p.len_k, p.dim_qk}), "attn_ext: batch or head_dim of k does not fit q");
-  STD_TORCH_CHECK(shape_is(v, {p.batch, p.heads_kv, p.len_k, p.dim_v}), "attn_ext: batch, heads or length of v does not fit k");
+  STD_TORCH_CHECK(shape_is(k, {p.batch, p.heads_kv, p.len_k, p.dim_qk}),
+                  "attn_ext: batch or head_dim of k does not fit q");
+  STD_TORCH_CHECK(shape_is(v, {p.batch, p.heads_kv, p.len_k, p.dim_v}),
+                  "attn_ext: batch, heads or length of v does not fit k");
   STD_TORCH_CHECK(p.heads_q == 0 || (p.heads_kv > 0 && p.heads_q % p.heads_kv == 0), "attn_ext: ", p.heads_q,
                   " query heads are no multiple of ", p.heads_kv, " key heads");
   p.bias = views.score_term(bias, p, false, "bias");
@@ -181,7 +188,8 @@ Threads torch_threads() {
 // (B, H, N, D) laid out as (B, N, H, D): what the projection before and after attention wants.
 Tensor empty_heads(const Tensor& like, int64_t b, int64_t h, int64_t n, int64_t d) {
   const std::vector<int64_t> size = {b, n, h, d};
-  return torch::stable::transpose(torch::stable::empty(size, like.scalar_type(), std::nullopt, like.device()), 1, 2);
+  return torch::stable::transpose(torch::stable::empty(size, like.scalar_type(), std::nullopt, like.device()),
+                                  1, 2);
 }
 
 Tensor empty_of(const Tensor& like, const std::vector<int64_t>& size, ScalarType dtype) {
@@ -192,7 +200,8 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, ATTN_
   Views views;
   const AttentionParams p = make_params(views, q, k, v, ATTN_OPTIONS);
   Tensor out = empty_heads(q, p.batch, p.heads_q, p.len_q, p.dim_v);
-  Tensor lse = empty_of(q, {p.batch, p.heads_q, p.len_q}, p.q.dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float);
+  Tensor lse = empty_of(q, {p.batch, p.heads_q, p.len_q},
+                        p.q.dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float);
   ForwardOutput o;
   o.out = views.rows(out, "out");
   o.lse = views.strided(lse, "lse");
@@ -209,9 +218,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   Views views;
   const AttentionParams p = make_params(views, q, k, v, ATTN_OPTIONS);
   BackwardIO io;
-  STD_TORCH_CHECK(shape_is(grad_out, {p.batch, p.heads_q, p.len_q, p.dim_v}) && shape_is(out, {p.batch, p.heads_q, p.len_q, p.dim_v}),
+  STD_TORCH_CHECK(shape_is(grad_out, {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
+                      shape_is(out, {p.batch, p.heads_q, p.len_q, p.dim_v}),
                   "attn_ext: grad_out and out must have the shape that forward returned");
-  STD_TORCH_CHECK(shape_is(lse, {p.batch, p.heads_q, p.len_q}) && (!grad_lse || shape_is(*grad_lse, {p.batch, p.heads_q, p.len_q})),
+  STD_TORCH_CHECK(shape_is(lse, {p.batch, p.heads_q, p.len_q}) &&
+                      (!grad_lse || shape_is(*grad_lse, {p.batch, p.heads_q, p.len_q})),
                   "attn_ext: lse and grad_lse must have the shape that forward returned");
   io.grad_out = views.rows(grad_out, "grad_out");
   io.out = views.rows(out, "out");
@@ -239,7 +250,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   // The gradient of an optional tensor: contiguous, in its shape and dtype.
   const auto gradient_of = [&](const OptionalTensor& t, int bit, Tensor& grad, StridedView& view) {
     if (!(output_mask & bit)) return;
-    STD_TORCH_CHECK(t.has_value(), "attn_ext: output_mask asks for the gradient of a tensor that was not given");
+    STD_TORCH_CHECK(t.has_value(),
+                    "attn_ext: output_mask asks for the gradient of a tensor that was not given");
     std::vector<int64_t> size;
     for (int64_t axis = 0; axis < t->dim(); axis++) size.push_back(t->size(axis));
     grad = empty_of(q, size, t->scalar_type());
@@ -266,16 +278,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   return {grads[0], grads[1], grads[2], grads[3], grads[4], grads[5], grads[6]};
 }
 
-#define ATTN_OPTION_SCHEMA                                                                                       \
-  "Tensor? bias, Tensor? float_mask, Tensor? bool_mask, Tensor? alibi_slopes, Tensor? sinks, "                   \
-  "Tensor? key_lengths, Tensor? query_lengths, Tensor? rng_state, float scale, float softcap, int causal, "      \
+#define ATTN_OPTION_SCHEMA                                                                                  \
+  "Tensor? bias, Tensor? float_mask, Tensor? bool_mask, Tensor? alibi_slopes, Tensor? sinks, "              \
+  "Tensor? key_lengths, Tensor? query_lengths, Tensor? rng_state, float scale, float softcap, int causal, " \
   "int window_left, int window_right, float dropout_p"
 
 STABLE_TORCH_LIBRARY(attn_ext, m) {
-  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTN_OPTION_SCHEMA ") -> (Tensor out, Tensor lse)");
+  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTN_OPTION_SCHEMA
+        ") -> (Tensor out, Tensor lse)");
   m.def(
-      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " ATTN_OPTION_SCHEMA
-      ", int output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_float_mask, "
+      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor lse, " ATTN_OPTION_SCHEMA
+      ", int output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor "
+      "grad_float_mask, "
       "Tensor grad_alibi_slopes, Tensor grad_sinks)");
 }
 

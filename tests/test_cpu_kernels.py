@@ -21,7 +21,11 @@ def run(threads, q, k, v, bias, **options):
     try:
         inputs = [t.detach().clone().requires_grad_() for t in (q, k, v, bias)]
         out, lse = attn_ext.attention(
-            *inputs[:3], bias=inputs[3], return_lse=True, generator=torch.Generator().manual_seed(1), **options
+            *inputs[:3],
+            bias=inputs[3],
+            return_lse=True,
+            generator=torch.Generator().manual_seed(1),
+            **options,
         )
         return [out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), inputs)]
     finally:
@@ -71,9 +75,22 @@ def test_many_python_threads_at_once():
 @pytest.mark.parametrize("isa", [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()])
 def test_the_other_instruction_sets(isa):
     """The comparison with the reference again, on every other build that this machine can run."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_attention.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "test_attention.py"),
+    ]
     done = subprocess.run(
-        command, env={**os.environ, "ATTN_EXT_CPU_ISA": isa}, cwd=HERE.parent, capture_output=True, text=True, check=False
+        command,
+        env={**os.environ, "ATTN_EXT_CPU_ISA": isa},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
 

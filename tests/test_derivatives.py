@@ -58,7 +58,9 @@ def test_gradgradcheck(options, scores_at_a_time, monkeypatch):
     """Cut into samples or heads too: a part that sees the wrong slice, or the wrong dropout mask, is far off."""
     monkeypatch.setattr(autograd, "SECOND_DERIVATIVE_SCORES", scores_at_a_time)
     inputs = tensors(*NAMES)
-    assert gradgradcheck(function(options, NAMES), tuple(inputs.values()), fast_mode=scores_at_a_time != 1 << 22)
+    assert gradgradcheck(
+        function(options, NAMES), tuple(inputs.values()), fast_mode=scores_at_a_time != 1 << 22
+    )
 
 
 def test_column_sums_have_derivatives():

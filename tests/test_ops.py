@@ -114,7 +114,10 @@ def test_compiled_torch_func_grad_is_right():
 
 def test_raw_ops_are_differentiable():
     """Called by themselves, the ops must not lose a gradient either."""
-    args = [a.double().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments(True)]
+    args = [
+        a.double().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in arguments(True)
+    ]
 
     def f(*args):
         out, lse = FORWARD(*args)

@@ -12,14 +12,16 @@ class Backward {
  public:
   Backward(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* alibi_parts)
       : p_(p), io_(io), state_(state), alibi_parts_(alibi_parts), key_blocks_(ceil_div(p.len_k, kGradKeys)),
-        want_q_(io.grad_q.present), want_k_(io.grad_k.present), want_v_(io.grad_v.present), want_alibi_(io.grad_alibi_slopes.present) {}
+        want_q_(io.grad_q.present), want_k_(io.grad_k.present), want_v_(io.grad_v.present),
+        want_alibi_(io.grad_alibi_slopes.present) {}
 
   void run(const Threads& threads) {
     const bool want_keys = want_k_ || want_v_ || want_alibi_;
     if (!want_keys && !want_q_) return;
     const int64_t kv_heads = p_.batch * p_.heads_kv, products = score_products(p_);
     if (want_keys && want_q_ && kv_heads >= threads.count) {
-      for_each_unit(threads, kv_heads, products, [&](int64_t unit) { whole_head(unit / p_.heads_kv, unit % p_.heads_kv); });
+      for_each_unit(threads, kv_heads, products,
+                    [&](int64_t unit) { whole_head(unit / p_.heads_kv, unit % p_.heads_kv); });
       return;
     }
     if (want_keys) {
@@ -46,23 +48,28 @@ class Backward {
     GradTile<T> tile(p_, io_, state_);
     const int64_t group = p_.group();
     const bool in_place = size_of(io_.grad_q.dtype) == int64_t(sizeof(T)) && tile.ld_q == p_.dim_qk;
-    T* grad_q = in_place ? reinterpret_cast<T*>(io_.grad_q.at(b, h_kv * group, 0, 0)) : scratch<T>(kGradQuery, group * p_.len_q * tile.ld_q);
+    T* grad_q = in_place ? reinterpret_cast<T*>(io_.grad_q.at(b, h_kv * group, 0, 0))
+                         : scratch<T>(kGradQuery, group * p_.len_q * tile.ld_q);
     const int64_t head_stride = in_place ? io_.grad_q.stride[1] : p_.len_q * tile.ld_q;
     const int64_t ld = in_place ? io_.grad_q.stride[2] : tile.ld_q;
     for (int64_t g = 0; g < group; g++) {
       for (int64_t i = 0; i < p_.len_q; i++) clear(grad_q + g * head_stride + i * ld, tile.ld_q);
     }
-    for (int64_t block = 0; block < key_blocks_; block++) key_block(tile, b, h_kv, block, grad_q, head_stride, ld);
+    for (int64_t block = 0; block < key_blocks_; block++)
+      key_block(tile, b, h_kv, block, grad_q, head_stride, ld);
     for (int64_t g = 0; g < group; g++) {
-      write_scaled(io_.grad_q, b, h_kv * group + g, 0, p_.len_q, p_.dim_qk, grad_q + g * head_stride, ld, T(p_.scale));
+      write_scaled(io_.grad_q, b, h_kv * group + g, 0, p_.len_q, p_.dim_qk, grad_q + g * head_stride, ld,
+                   T(p_.scale));
     }
   }
 
   // dK, dV and ALiBi's share of one key block; adds to dQ when `grad_q` is given.
-  void key_block(GradTile<T>& tile, int64_t b, int64_t h_kv, int64_t block, T* grad_q, int64_t head_stride, int64_t ld) {
+  void key_block(GradTile<T>& tile, int64_t b, int64_t h_kv, int64_t block, T* grad_q, int64_t head_stride,
+                 int64_t ld) {
     const int64_t j0 = block * kGradKeys, keys = min(kGradKeys, p_.len_k - j0);
     const int64_t n = max(0, min(keys, p_.valid_keys(b) - j0)), group = p_.group();
-    T *grad_k = scratch<T>(kGradKey, kGradKeys * tile.ld_q), *grad_v = scratch<T>(kGradValue, kGradKeys * tile.ld_v);
+    T *grad_k = scratch<T>(kGradKey, kGradKeys * tile.ld_q),
+      *grad_v = scratch<T>(kGradValue, kGradKeys * tile.ld_v);
     clear(grad_k, keys * tile.ld_q);
     clear(grad_v, keys * tile.ld_v);
     if (n > 0) tile.set_keys(b, h_kv, j0, n, grad_q != nullptr);
@@ -76,11 +83,15 @@ class Backward {
         tile.set_queries(b, h, i0, rows, true);
         tile.compute(scores);
         if (want_alibi_) alibi -= weighted_distance(tile);
-        if (want_v_) matmul<T, true>(n, p_.dim_v, rows, tile.prob, kGradKeys, tile.grad_out_panels, true, grad_v, tile.ld_v);
+        if (want_v_)
+          matmul<T, true>(n, p_.dim_v, rows, tile.prob, kGradKeys, tile.grad_out_panels, true, grad_v,
+                          tile.ld_v);
         tile.pass_cap();
-        if (want_k_) matmul<T, true>(n, p_.dim_qk, rows, tile.grad, kGradKeys, tile.q_panels, true, grad_k, tile.ld_q);
+        if (want_k_)
+          matmul<T, true>(n, p_.dim_qk, rows, tile.grad, kGradKeys, tile.q_panels, true, grad_k, tile.ld_q);
         if (grad_q != nullptr) {
-          matmul<T, false>(rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true, grad_q + g * head_stride + i0 * ld, ld);
+          matmul<T, false>(rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true,
+                           grad_q + g * head_stride + i0 * ld, ld);
         }
       }
       if (want_alibi_) alibi_parts_[(b * p_.heads_q + h) * key_blocks_ + block] = alibi;
@@ -106,7 +117,8 @@ class Backward {
         tile.set_queries(b, h, i0 + r0, tile_rows, false);
         tile.compute(scores);
         tile.pass_cap();
-        matmul<T, false>(tile_rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true, grad_q + r0 * tile.ld_q, tile.ld_q);
+        matmul<T, false>(tile_rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true,
+                         grad_q + r0 * tile.ld_q, tile.ld_q);
       }
     }
     write_scaled(io_.grad_q, b, h, i0, rows, p_.dim_qk, grad_q, tile.ld_q, T(p_.scale));
@@ -132,7 +144,8 @@ class Backward {
     for (int64_t d = 0; d < n; d++) x[d] = T(0);
   }
 
-  static void write_scaled(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width, T* rows, int64_t ld, T factor) {
+  static void write_scaled(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
+                           T* rows, int64_t ld, T factor) {
     for (int64_t i = 0; i < n; i++) {
       T* row = rows + i * ld;
       if (factor != T(1)) {
@@ -154,12 +167,14 @@ class Backward {
 // lse in base 2 and delta of every row; the sinks' gradient falls out on the way:
 // d(sink) = -sum_i 2^(sink - lse_i) * delta_i, since the sink's own value is 0.
 template <class T>
-void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* sink_parts, const Threads& threads) {
+void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state,
+                  double* sink_parts, const Threads& threads) {
   for_each_unit(threads, p.batch * p.heads_q, p.batch * p.heads_q * p.len_q * p.dim_v, [&](int64_t unit) {
     const int64_t b = unit / p.heads_q, h = unit % p.heads_q, valid = p.valid_queries(b);
     const int64_t ld = padded<T>(p.dim_v);
     T *o = scratch<T>(kOutput, 2 * ld), *g = o + ld;
-    const T sink = p.sinks.present ? T(kLog2E) * read_one<T>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
+    const T sink =
+        p.sinks.present ? T(kLog2E) * read_one<T>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
     double sink_grad = 0;
     for (int64_t i = 0; i < p.len_q; i++) {
       const T lse = read_one<T>(io.lse.at(b, h, i, 0), io.lse.dtype);
@@ -174,7 +189,8 @@ void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState
       if (io.grad_lse.present) delta -= read_one<T>(io.grad_lse.at(b, h, i, 0), io.grad_lse.dtype);
       state.lse[unit * p.len_q + i] = lse == -infinity<T>() ? infinity<T>() : T(kLog2E) * lse;
       state.delta[unit * p.len_q + i] = delta;
-      if (sink != -infinity<T>()) sink_grad -= double(exp2<T>(splat<T>(sink - T(kLog2E) * lse))[0]) * double(delta);
+      if (sink != -infinity<T>())
+        sink_grad -= double(exp2<T>(splat<T>(sink - T(kLog2E) * lse))[0]) * double(delta);
     }
     sink_parts[unit] = sink_grad;
   });
@@ -191,7 +207,8 @@ void backward(const AttentionParams& p, const BackwardIO& io, const Threads& thr
   prepare_rows<T>(p, io, state, sink_parts, threads);
   Backward<T>(p, io, state, alibi_parts).run(threads);
   if (io.grad_bias.present) bias_backward<T>(p, io, state, io.grad_bias, io.bias_size, threads);
-  if (io.grad_float_mask.present) bias_backward<T>(p, io, state, io.grad_float_mask, io.float_mask_size, threads);
+  if (io.grad_float_mask.present)
+    bias_backward<T>(p, io, state, io.grad_float_mask, io.float_mask_size, threads);
 
   if (io.grad_sinks.present) {
     for (int64_t h = 0; h < p.heads_q; h++) {
@@ -206,7 +223,8 @@ void backward(const AttentionParams& p, const BackwardIO& io, const Threads& thr
       for (int64_t h = 0; h < p.heads_q; h++) {
         double sum = 0;
         for (int64_t bb = b; bb < p.batch; bb += io.alibi_batch) {
-          for (int64_t block = 0; block < key_blocks; block++) sum += alibi_parts[(bb * p.heads_q + h) * key_blocks + block];
+          for (int64_t block = 0; block < key_blocks; block++)
+            sum += alibi_parts[(bb * p.heads_q + h) * key_blocks + block];
         }
         const T value = T(sum);
         write_row<T>(io.grad_alibi_slopes.at(b, h, 0, 0), io.grad_alibi_slopes.dtype, 1, &value);

@@ -6,7 +6,8 @@ namespace attn_ext {
 namespace ATTN_ISA {
 
 template <class T>
-void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, const StridedView& out, const int64_t (&size)[4], const Threads& threads) {
+void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state,
+                   const StridedView& out, const int64_t (&size)[4], const Threads& threads) {
   const bool over_rows = size[2] == 1, over_columns = size[3] == 1;
   const int64_t row_tiles = over_rows ? 1 : ceil_div(size[2], kGradRows);
   const int64_t column_tiles = over_columns ? 1 : ceil_div(size[3], kGradKeys);
@@ -14,10 +15,14 @@ void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowStat
 
   for_each_unit(threads, units, score_products(p), [&](int64_t unit) {
     const int64_t column_tile = unit % column_tiles, row_tile = unit / column_tiles % row_tiles;
-    const int64_t h_bias = unit / (column_tiles * row_tiles) % size[1], b_bias = unit / (column_tiles * row_tiles * size[1]);
-    const int64_t i_begin = row_tile * kGradRows, i_end = over_rows ? p.len_q : min(p.len_q, i_begin + kGradRows);
-    const int64_t j_begin = column_tile * kGradKeys, j_end = over_columns ? p.len_k : min(p.len_k, j_begin + kGradKeys);
-    const int64_t rows_out = over_rows ? 1 : i_end - i_begin, columns_out = over_columns ? 1 : j_end - j_begin;
+    const int64_t h_bias = unit / (column_tiles * row_tiles) % size[1],
+                  b_bias = unit / (column_tiles * row_tiles * size[1]);
+    const int64_t i_begin = row_tile * kGradRows,
+                  i_end = over_rows ? p.len_q : min(p.len_q, i_begin + kGradRows);
+    const int64_t j_begin = column_tile * kGradKeys,
+                  j_end = over_columns ? p.len_k : min(p.len_k, j_begin + kGradKeys);
+    const int64_t rows_out = over_rows ? 1 : i_end - i_begin,
+                  columns_out = over_columns ? 1 : j_end - j_begin;
 
     GradTile<T> tile(p, io, state);
     double* sum = scratch<double>(kOutput, max(1, rows_out * columns_out));

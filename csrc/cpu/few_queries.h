@@ -36,8 +36,8 @@ ATTN_INLINE Vec<T> read_tail(const char* p, DType dtype, int64_t n) {
 // score[r][j] = q[r] . k[j0 + j] for `rows` query rows q [rows][ld]. kLanes keys at a time: one accumulator a key,
 // then a transpose turns the sum over each accumulator's lanes into a sum of vectors.
 template <class T, class Reader, class Element>
-inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth, const T* q, int64_t ld,
-                       int64_t rows, T* score, int64_t ld_score) {
+inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth,
+                       const T* q, int64_t ld, int64_t rows, T* score, int64_t ld_score) {
   constexpr int lanes = kLanes<T>;
   const int64_t whole = depth / lanes * lanes;
   for (int64_t j = 0; j < n; j += lanes) {
@@ -54,7 +54,8 @@ inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, i
           odd += Reader::template vector<T>(key + d + lanes) * load(query + d + lanes);
         }
         if (d < whole) even += Reader::template vector<T>(key + d) * load(query + d);
-        if (whole < depth) odd += read_tail<T>(row + whole * size_of(k.dtype), k.dtype, depth - whole) * load(query + whole);
+        if (whole < depth)
+          odd += read_tail<T>(row + whole * size_of(k.dtype), k.dtype, depth - whole) * load(query + whole);
         sum[l] = even + odd;
       }
       transpose<T>(sum);
@@ -67,8 +68,8 @@ inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, i
 
 // out[r] += sum_j p[r][j] v[j0 + j], kPanel columns of the output in registers at a time.
 template <class T, class Reader, class Element, int rows>
-inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t width, const T* p, int64_t ld_p,
-                       T* out, int64_t ld) {
+inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t width,
+                       const T* p, int64_t ld_p, T* out, int64_t ld) {
   constexpr int lanes = kLanes<T>;
   const int64_t step = v.stride[2];
   int64_t d = 0;
@@ -95,8 +96,9 @@ inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, i
     for (int r = 0; r < rows; r++) sum[r] = load(out + r * ld + d);
     for (int64_t j = 0; j < n; j++) {
       const char* value = v.at(b, h, j0 + j, d);
-      const Vec<T> element = d + lanes <= width ? Reader::template vector<T>(reinterpret_cast<const Element*>(value))
-                                                : read_tail<T>(value, v.dtype, width - d);
+      const Vec<T> element = d + lanes <= width
+                                 ? Reader::template vector<T>(reinterpret_cast<const Element*>(value))
+                                 : read_tail<T>(value, v.dtype, width - d);
       for (int r = 0; r < rows; r++) sum[r] += p[r * ld_p + j] * element;
     }
     for (int r = 0; r < rows; r++) store<T>(out + r * ld + d, sum[r]);
@@ -106,24 +108,28 @@ inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, i
 // The two products of a key block, for any dtype and up to kFewQueries rows.
 template <class T>
 struct FewQueries {
-  static void scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth, const T* q, int64_t ld, int64_t rows,
-                     T* score, int64_t ld_score) {
+  static void scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth,
+                     const T* q, int64_t ld, int64_t rows, T* score, int64_t ld_score) {
     if constexpr (sizeof(T) == 4) {
-      if (k.dtype == DType::kFloat16) return few_scores<T, ReadFloat16, uint16_t>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
-      if (k.dtype == DType::kBFloat16) return few_scores<T, ReadBFloat16, uint16_t>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
+      if (k.dtype == DType::kFloat16)
+        return few_scores<T, ReadFloat16, uint16_t>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
+      if (k.dtype == DType::kBFloat16)
+        return few_scores<T, ReadBFloat16, uint16_t>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
     }
     few_scores<T, ReadAsIs, T>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
   }
 
   template <int rows = kFewQueries>
-  static void values(const StridedView& v, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t width, const T* p, int64_t ld_p, int64_t m,
-                     T* out, int64_t ld) {
+  static void values(const StridedView& v, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t width,
+                     const T* p, int64_t ld_p, int64_t m, T* out, int64_t ld) {
     if constexpr (rows > 1) {
       if (m < rows) return values<rows - 1>(v, b, h, j0, n, width, p, ld_p, m, out, ld);
     }
     if constexpr (sizeof(T) == 4) {
-      if (v.dtype == DType::kFloat16) return few_values<T, ReadFloat16, uint16_t, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
-      if (v.dtype == DType::kBFloat16) return few_values<T, ReadBFloat16, uint16_t, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
+      if (v.dtype == DType::kFloat16)
+        return few_values<T, ReadFloat16, uint16_t, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
+      if (v.dtype == DType::kBFloat16)
+        return few_values<T, ReadBFloat16, uint16_t, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
     }
     few_values<T, ReadAsIs, T, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
   }

@@ -10,8 +10,10 @@ namespace ATTN_ISA {
 template <class T>
 class ForwardUnit {
  public:
-  ForwardUnit(const AttentionParams& p, const ForwardOutput& o, int64_t b, int64_t h, int64_t i0, int64_t rows)
-      : p_(p), o_(o), b_(b), h_(h), i0_(i0), rows_(rows), few_(rows <= kFewQueries), scores_(p, b, h), ld_q_(padded<T>(p.dim_qk)), ld_o_(padded<T>(p.dim_v)) {}
+  ForwardUnit(const AttentionParams& p, const ForwardOutput& o, int64_t b, int64_t h, int64_t i0,
+              int64_t rows)
+      : p_(p), o_(o), b_(b), h_(h), i0_(i0), rows_(rows), few_(rows <= kFewQueries), scores_(p, b, h),
+        ld_q_(padded<T>(p.dim_qk)), ld_o_(padded<T>(p.dim_v)) {}
 
   void run() {
     const int64_t h_kv = h_ / p_.group();
@@ -24,7 +26,8 @@ class ForwardUnit {
     T* value = few_ ? nullptr : scratch<T>(kValue, kBlockKeys * ld_o_);
     T* strip = scratch<T>(kStrip, kLanes<T> * ld_q_);
 
-    const int64_t valid = max(0, min(rows_, scores_.valid_queries() - i0_));  // rows past query_lengths are not read
+    const int64_t valid =
+        max(0, min(rows_, scores_.valid_queries() - i0_));  // rows past query_lengths are not read
     pack_rows<T>(p_.q, b_, h_, i0_, valid, p_.dim_qk, T(p_.scale * kLog2E), q_, ld_q_);
     start();
     const KeyRange range = scores_.visible(i0_, valid);
@@ -112,7 +115,8 @@ class ForwardUnit {
       const T inverse = sum_[r] == T(0) ? T(0) : T(1) / sum_[r];
       for (int64_t d = 0; d < ld_o_; d += kLanes<T>) store<T>(o + d, load(o + d) * inverse);
       write_row<T>(o_.out.at(b_, h_, i0_ + r, 0), o_.out.dtype, p_.dim_v, o);
-      const T lse = sum_[r] == T(0) ? -infinity<T>() : T(kLn2 * (double(max_[r]) + __builtin_log2(double(sum_[r]))));
+      const T lse =
+          sum_[r] == T(0) ? -infinity<T>() : T(kLn2 * (double(max_[r]) + __builtin_log2(double(sum_[r]))));
       *reinterpret_cast<T*>(o_.lse.at(b_, h_, i0_ + r, 0)) = lse;
     }
   }

@@ -100,7 +100,8 @@ class GradTile {
         dropped *= load(factor + j);
       }
       const Vec<T> ds = p * (dp - delta);
-      store<T>(g_row + j, p == Vec<T>{} ? Vec<T>{} : ds);  // hidden keys have no gradient, whatever V holds there
+      store<T>(g_row + j,
+               p == Vec<T>{} ? Vec<T>{} : ds);  // hidden keys have no gradient, whatever V holds there
       store<T>(p_row + j, dropped);
     }
   }

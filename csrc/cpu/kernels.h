@@ -23,9 +23,9 @@ struct CpuKernels {
   void (*backward)(const AttentionParams&, const BackwardIO&, const Threads&);
 };
 
-const CpuKernels& cpu_kernels();            // the best this machine runs, or what ATTN_EXT_CPU_ISA names
-std::string cpu_isa();                      // its name: "default", "avx2" or "avx512"
-std::vector<std::string> cpu_isas();        // every name this machine can run
+const CpuKernels& cpu_kernels();      // the best this machine runs, or what ATTN_EXT_CPU_ISA names
+std::string cpu_isa();                // its name: "default", "avx2" or "avx512"
+std::vector<std::string> cpu_isas();  // every name this machine can run
 
 // Scratch memory of the calling thread: 64-byte aligned, kept from call to call, never shrunk below what small
 // problems need. A slot is one buffer; asking again for the same slot may move it.

@@ -15,7 +15,8 @@ namespace ATTN_ISA {
 constexpr int kRows = 6;
 
 template <class T, int rows, int vectors, bool transposed_a>
-inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c, int64_t ldc) {
+inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
+                           int64_t ldc) {
   constexpr int lanes = kLanes<T>;
   Vec<T> sum[rows][vectors];
 #pragma GCC unroll 8
@@ -43,25 +44,25 @@ inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, b
 
 // All rows of one panel: blocks of kRows, then one block of what is left.
 template <class T, int vectors, bool transposed_a, int rows = kRows>
-inline void panel_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
-                          int64_t ldc) {
+inline void panel_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate,
+                          T* c, int64_t ldc) {
   int64_t i = 0;
   for (; i + rows <= m; i += rows) {
-    register_block<T, rows, vectors, transposed_a>(depth, transposed_a ? a + i : a + i * lda, lda, b, accumulate,
-                                                   c + i * ldc, ldc);
+    register_block<T, rows, vectors, transposed_a>(depth, transposed_a ? a + i : a + i * lda, lda, b,
+                                                   accumulate, c + i * ldc, ldc);
   }
   if constexpr (rows > 1) {
     if (i < m) {
-      panel_product<T, vectors, transposed_a, rows - 1>(m - i, depth, transposed_a ? a + i : a + i * lda, lda, b,
-                                                        accumulate, c + i * ldc, ldc);
+      panel_product<T, vectors, transposed_a, rows - 1>(m - i, depth, transposed_a ? a + i : a + i * lda, lda,
+                                                        b, accumulate, c + i * ldc, ldc);
     }
   }
 }
 
 // n is the number of columns of B before padding; C needs padded(n) columns of room.
 template <class T, bool transposed_a>
-inline void matmul(int64_t m, int64_t n, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
-                   int64_t ldc) {
+inline void matmul(int64_t m, int64_t n, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate,
+                   T* c, int64_t ldc) {
   for (int64_t j = 0; j < n; j += kPanel<T>) {
     const int64_t vectors = padded<T>(min(kPanel<T>, n - j)) / kLanes<T>;
     switch (vectors) {

@@ -123,8 +123,8 @@ ATTN_INLINE T read_one(const char* src, DType dtype) {
 
 // Rows i0 .. i0+n of head (b, h), times factor, to rows [n][ld].
 template <class T>
-inline void pack_rows(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width, T factor, T* dst,
-                      int64_t ld) {
+inline void pack_rows(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
+                      T factor, T* dst, int64_t ld) {
   for (int64_t i = 0; i < n; i++) {
     T* row = dst + i * ld;
     read_row<T>(m.at(b, h, i0 + i, 0), m.dtype, width, row);
@@ -162,8 +162,8 @@ inline void pack_panels(const StridedView& m, int64_t b, int64_t h, int64_t i0, 
 // Rows i0 .. i0+n of head (b, h), transposed: keys become the columns of panels [panel][depth][w].
 // `strip` is scratch for kLanes rows of padded(depth).
 template <class T>
-inline void pack_transposed(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t depth, T* strip,
-                            T* dst) {
+inline void pack_transposed(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t depth,
+                            T* strip, T* dst) {
   constexpr int lanes = kLanes<T>;
   const int64_t ld = padded<T>(depth);
   for (int64_t j0 = 0; j0 < n; j0 += kPanel<T>) {

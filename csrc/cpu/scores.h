@@ -17,8 +17,10 @@ struct KeyRange {
 template <class T>
 class Scores {
  public:
-  Scores(const AttentionParams& p, int64_t b, int64_t h) : p_(p), b_(b), h_(h), keys_(p.valid_keys(b)), queries_(p.valid_queries(b)) {
-    if (p.alibi_slopes.present) slope_ = T(kLog2E) * read_one<T>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
+  Scores(const AttentionParams& p, int64_t b, int64_t h)
+      : p_(p), b_(b), h_(h), keys_(p.valid_keys(b)), queries_(p.valid_queries(b)) {
+    if (p.alibi_slopes.present)
+      slope_ = T(kLog2E) * read_one<T>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
   }
 
   // Keys that the causal, window and length rules let query i see: always one interval.
@@ -27,8 +29,10 @@ class Scores {
     int64_t begin = 0, end = keys_;
     const int64_t center = i + p_.offset();
     if (p_.causal != Causal::kNone) end = min(end, center + 1);
-    if (p_.window_right >= 0 && p_.window_right < p_.len_q + p_.len_k) end = min(end, center + p_.window_right + 1);
-    if (p_.window_left >= 0 && p_.window_left < p_.len_q + p_.len_k) begin = max(begin, center - p_.window_left);
+    if (p_.window_right >= 0 && p_.window_right < p_.len_q + p_.len_k)
+      end = min(end, center + p_.window_right + 1);
+    if (p_.window_left >= 0 && p_.window_left < p_.len_q + p_.len_k)
+      begin = max(begin, center - p_.window_left);
     if (end <= begin) return {0, 0};
     return {begin, end};
   }
@@ -66,7 +70,8 @@ class Scores {
         }
         if (p_.bool_mask.present) hide(row, i, j0, n);
       }
-      const int64_t begin = max(0, min(range.begin - j0, padded<T>(n))), end = max(begin, min(range.end - j0, n));
+      const int64_t begin = max(0, min(range.begin - j0, padded<T>(n))),
+                    end = max(begin, min(range.end - j0, n));
       for (int64_t j = 0; j < begin; j++) row[j] = -infinity<T>();
       for (int64_t j = end; j < padded<T>(n); j++) row[j] = -infinity<T>();
     }
@@ -115,7 +120,8 @@ class Scores {
 // counter (j / 8, i, h, b), key from the generator; four 32-bit words give eight 16-bit numbers. Writes the factor
 // of each probability, 0 or 1 / (1 - p), for keys j0 .. j0+n of query i. j0 is a multiple of 8.
 template <class T>
-inline void dropout_factors(const Dropout& dropout, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t n, T* factor) {
+inline void dropout_factors(const Dropout& dropout, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t n,
+                            T* factor) {
   constexpr int kGroups = kBlockKeys / 8;
   uint32_t c[4][kGroups];
   const int groups = int((n + 7) / 8);

@@ -17,13 +17,31 @@ inline int64_t unit_rows(const AttentionParams& p) {
 
 // Multiply-adds of the two products of all visible and hidden scores; saturates where int64 would overflow.
 inline int64_t score_products(const AttentionParams& p) {
-  const double n = double(p.batch) * double(p.heads_q) * double(p.len_q) * double(p.len_k) * double(p.dim_qk + p.dim_v);
+  const double n =
+      double(p.batch) * double(p.heads_q) * double(p.len_q) * double(p.len_k) * double(p.dim_qk + p.dim_v);
   return n < 1e18 ? int64_t(n) : int64_t(1e18);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-enum Slot { kQuery, kQueryPanel, kGradOut, kGradOutPanel, kKey, kKeyPanel, kValue, kScore, kGradScore, kCapSlope, kOutput, kState, kStrip, kGradKey, kGradValue, kGradQuery };
+enum Slot {
+  kQuery,
+  kQueryPanel,
+  kGradOut,
+  kGradOutPanel,
+  kKey,
+  kKeyPanel,
+  kValue,
+  kScore,
+  kGradScore,
+  kCapSlope,
+  kOutput,
+  kState,
+  kStrip,
+  kGradKey,
+  kGradValue,
+  kGradQuery
+};
 
 template <class T>
 ATTN_INLINE T* scratch(Slot slot, int64_t n) {

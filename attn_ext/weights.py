@@ -1,0 +1,184 @@
+"""The attention probabilities themselves, for ``attention(return_weights=...)``.
+
+They come from the reference formula, not from exp(s - LSE): a float32 LSE near 3e5 is only known to 0.03, an
+error of 3 % in the weights; a softmax that subtracts the row's maximum is right at any size of the logits.
+"""
+
+import torch
+
+from . import autograd, reference
+
+# How many scores mean_heads holds at a time, if more than those of one head: 1 MiB in float32. It spares
+# small problems the loop over heads and adds nothing that matters to large ones.
+HEAD_CHUNK_SCORES = 1 << 18
+
+
+def full(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
+    """All probabilities, (B, Hq, Nq, Nk) in q's dtype, by plain differentiable torch operations."""
+    mask = float_mask if bool_mask is None else bool_mask
+    return _weights(q, k, bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options).to(q.dtype)
+
+
+def column_sums(
+    q, k, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
+):
+    """The attention each key receives, (B, Hq, Nk) in float32 or float64: O(N) memory, derivatives too.
+
+    ``lse`` is that of the forward; dropout does not enter.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    terms = [
+        t if t is None or t.dtype == torch.bool else t.to(dtype)
+        for t in (bias, float_mask, bool_mask, alibi_slopes, sinks)
+    ]
+    return _ColumnSums.apply(
+        q.to(dtype),
+        _repeat_heads(k, q).to(dtype),
+        lse,
+        *terms,
+        key_lengths,
+        query_lengths,
+        options._replace(dropout_p=0.0),
+    )
+
+
+def mean_heads(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
+    """Their mean over heads, (B, Nq, Nk) in q's dtype; a few heads at a time, in the backward too.
+
+    With create_graph=True the backward's graph keeps the matrices of all heads.
+    """
+    mask = float_mask if bool_mask is None else bool_mask
+    return _MeanHeads.apply(
+        q, _repeat_heads(k, q), bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options
+    ).to(q.dtype)
+
+
+def _weights(q, k, bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
+    return reference.weights(
+        q, k, mask=mask, bias=bias, causal=(False, "upper_left", "lower_right")[options.causal],
+        window=(options.window_left, options.window_right), scale=options.scale, softcap=options.softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
+    )  # fmt: skip
+
+
+def _sum_of_heads(*args):
+    return _weights(*args).sum(1)
+
+
+class _MeanHeads(torch.autograd.Function):
+    """Sums over chunks of heads, which the backward computes again; k has as many heads as q."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
+        batch, heads, len_q, _ = q.shape
+        total = q.new_zeros((batch, len_q, k.shape[2]), dtype=torch.promote_types(q.dtype, torch.float32))
+        for chunk in _chunks(q, k):
+            tensors = _cut(chunk, q, k, bias, mask, alibi_slopes, sinks)
+            total = total + _sum_of_heads(*tensors, key_lengths, query_lengths, options)
+        return total / max(1, heads)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.options = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *tensors, key_lengths, query_lengths = ctx.saved_tensors
+        wanted = [n for n, need in enumerate(ctx.needs_input_grad[:6]) if need]
+        grads = {n: [] for n in wanted}
+        for chunk in _chunks(*tensors[:2]):
+            cut = _cut(chunk, *tensors)
+            _, pullback = torch.func.vjp(
+                lambda *variables, cut=cut: _sum_of_heads(
+                    *_replace(cut, wanted, variables), key_lengths, query_lengths, ctx.options
+                ),
+                *(cut[n] for n in wanted),
+            )
+            for n, g in zip(wanted, pullback(grad / max(1, tensors[0].shape[1])), strict=True):
+                shared = grads[n] and not _has_heads(tensors[n], _HEAD_AXES[n])
+                grads[n] = [grads[n][0] + g] if shared else [*grads[n], g]
+        return tuple(torch.cat(grads[n], _HEAD_AXES[n]) if n in grads else None for n in range(9))
+
+
+class _ColumnSums(torch.autograd.Function):
+    """sum_i P[i][j]; k has as many heads as q, and both are float32 or float64.
+
+    With values of one column, <g, column sums> = sum(P g) = sum(attention(q, k, v=g)). So the sums are the
+    gradient of that with respect to v, and their own derivatives are its others at v = g: all of it is O(N).
+    """
+
+    @staticmethod
+    def forward(
+        q, k, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
+    ):
+        ones, no_value = q.new_ones((*q.shape[:3], 1)), k.new_zeros((*k.shape[:3], 1))
+        terms = (bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, None)
+        args = (ones, None, q, k, no_value, torch.zeros_like(ones), lse, *terms, *options, 1 << 2)
+        return _differentiable("attention_backward", *args)[2].squeeze(-1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.options = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, lse, *terms = ctx.saved_tensors
+        v = grad[..., None]
+        with torch.no_grad():  # to the backward, out and lse are functions of the others
+            out, _ = _differentiable("attention_forward", q, k, v, *terms, None, *ctx.options)
+        needs = ctx.needs_input_grad
+        # the ops' order: q, k, v, bias, float_mask, alibi_slopes, sinks
+        wanted = (*needs[:2], False, *needs[3:5], *needs[6:8])
+        output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
+        args = (torch.ones_like(out), None, q, k, v, out, lse, *terms, None, *ctx.options, output_mask)
+        grads = _differentiable("attention_backward", *args)
+        grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+        return (*grads[:5], None, *grads[5:], None, None, None)
+
+
+def _differentiable(name, *args):
+    """An op, through the Function that torch.func knows; in a backward Dynamo takes only the op itself."""
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.attn_ext, name)(*args)
+    function = autograd._Attention if name == "attention_forward" else autograd._AttentionBackward
+    return function.apply(*args)
+
+
+# Where the query heads lie in each of q, k, bias, mask, alibi_slopes, sinks.
+_HEAD_AXES = (1, 1, 1, 1, -1, 0)
+
+
+def _chunks(q, k):
+    """Slices of the heads, at least one; each as many heads as HEAD_CHUNK_SCORES allows, at least one."""
+    batch, heads, len_q, _ = q.shape
+    step = max(1, HEAD_CHUNK_SCORES // max(1, batch * len_q * k.shape[2]))
+    return [slice(start, start + step) for start in range(0, max(1, heads), step)]
+
+
+def _has_heads(t, axis):
+    """False for a bias or mask that all heads share."""
+    return t.dim() < 4 or t.shape[axis] != 1
+
+
+def _cut(heads, *tensors):
+    """The part of each tensor that belongs to these heads."""
+    return [
+        t[(slice(None),) * (axis % t.dim()) + (heads,)] if t is not None and _has_heads(t, axis) else t
+        for t, axis in zip(tensors, _HEAD_AXES, strict=True)
+    ]
+
+
+def _replace(tensors, positions, values):
+    """The list with other values at these positions."""
+    new = dict(zip(positions, values, strict=True))
+    return [new.get(n, t) for n, t in enumerate(tensors)]
+
+
+def _repeat_heads(k, q):
+    """Keys for each query head: small beside the scores, and no head has to know its group."""
+    heads, heads_kv = q.shape[1], k.shape[1]
+    return k if heads == heads_kv or heads_kv == 0 else k.repeat_interleave(heads // heads_kv, 1)

@@ -1,0 +1,256 @@
+"""Times attention on the CPU: attn_ext and torch's scaled_dot_product_attention, side by side in one process.
+
+    python benchmarks/cpu_bench.py --threads 2                every case (about 15 minutes)
+    python benchmarks/cpu_bench.py --quick --dtype float32    a first impression in seconds
+    python benchmarks/cpu_bench.py --isa avx2                 both sides held to AVX2
+    python benchmarks/cpu_bench.py --only 'N1024 .*backward'  the cases whose name matches
+
+How it measures:
+
+- Interleaved. A round takes one sample of each function, in an order that flips from round to round, so that
+  a machine that slows down for seconds slows both. Before each sample the function is called once untimed: it
+  then finds its own code and data in the caches, not its peer's.
+- A sample is as many calls as take about 20 ms; a case has rounds for --seconds, at least 3. Medians count.
+- The ratio, torch's median time over ours, is what to read: times move with the machine's load and frequency,
+  which act on both. Above 1, attn_ext is faster. "quartiles" are those of the ratio over the rounds.
+- Two threads that wait for each other measure the scheduler once other programs run: then use --threads 1
+  --clock cpu, which counts the time that this process was running.
+- Results are compared before they are timed, so that nothing wrong is called fast.
+
+"forward" calls the function on tensors without gradient. "training" is that call on tensors that want one: it
+includes building the graph. "backward" is the gradient of that call for q, k, v and bias, without the call.
+A forward counts 4 D operations for each visible (query, key) pair of a head, a backward 10 D: five products.
+What a mask hides is counted, what causal=True hides is not. A decode step is judged by the bytes of K and V.
+
+--isa sets the variables below and starts anew: the libraries read them when they are loaded or first used.
+"""
+
+import argparse
+import datetime
+import functools
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.backends.cpu import get_cpu_capability
+
+import attn_ext
+
+ISA_VARIABLES = ("ATTN_EXT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+ISAS = {
+    "native": (),
+    "avx512": ("avx512", "avx512", "AVX512_CORE", "AVX512"),  # without AVX512-BF16, AVX512-FP16 and AMX
+    "avx2": ("avx2", "avx2", "AVX2", "AVX2"),
+}
+HEADS = 8
+DECODE_KEYS = 8192
+SAMPLE_SECONDS = 0.02  # far above the timer's resolution and a thread switch
+MIN_ROUNDS = 3
+# Largest difference, relative to the largest value: a few roundings of the type; a wrong result is far off.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Case(NamedTuple):
+    kind: str  # full, causal, mask, bias, decode, small
+    dtype: torch.dtype
+    queries: int
+    keys: int
+    head_dim: int
+    direction: str  # forward, training, backward
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        size = f"N{self.keys} D{self.head_dim}"
+        return f"{dtype:<8} {self.kind:<6} {size:<10} {self.direction:<8}"
+
+    def rate(self, seconds: float) -> float:
+        """GFLOP/s; for a decode step GB/s of K and V."""
+        if self.kind == "decode":
+            return HEADS * 2 * self.keys * self.head_dim * self.dtype.itemsize / seconds / 1e9
+        pairs = self.queries * (self.queries + 1) // 2 if self.kind == "causal" else self.queries * self.keys
+        return HEADS * pairs * self.head_dim * (10 if self.direction == "backward" else 4) / seconds / 1e9
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """Every case that the arguments select, by dtype."""
+    found = []
+    for dtype in (getattr(torch, name) for name in args.dtype):
+        for d, n, kind in itertools.product(args.head_dims, args.lengths, ("full", "causal")):
+            found += [Case(kind, dtype, n, n, d, direction) for direction in ("forward", "backward")]
+        n, d = min(1024, max(args.lengths)), min(args.head_dims)
+        for kind in ("mask", "bias"):
+            found += [Case(kind, dtype, n, n, d, direction) for direction in ("forward", "backward")]
+        found.append(Case("decode", dtype, 1, DECODE_KEYS, 128, "forward"))
+        found += [Case("small", dtype, 16, 16, 64, way) for way in ("forward", "training", "backward")]
+    return [case for case in found if re.search(args.only, str(case))]
+
+
+def build(case: Case) -> dict[str, Callable]:
+    """What to time, by name; each returns the tensors that must agree.
+
+    Shapes: q (1, 8, queries, D), k and v (1, 8, keys, D); mask (1, 1, N, N), a tenth of it False;
+    bias (1, 8, N, N).
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    q, k, v = (randn(1, HEADS, n, case.head_dim) for n in (case.queries, case.keys, case.keys))
+    leaves = [q, k, v]
+    causal, mask = case.kind == "causal", None
+    if case.kind == "mask":
+        mask = torch.rand(1, 1, case.queries, case.keys, generator=generator) > 0.1
+    elif case.kind == "bias":  # its gradient takes torch to its unfused path
+        mask = randn(1, HEADS, case.queries, case.keys)
+        leaves.append(mask)
+    for leaf in leaves:
+        leaf.requires_grad_(case.direction != "forward")
+
+    calls = {
+        "torch": functools.partial(F.scaled_dot_product_attention, q, k, v, mask, 0.0, causal),
+        "attn_ext": functools.partial(attn_ext.scaled_dot_product_attention, q, k, v, mask, 0.0, causal),
+    }
+    if case.kind == "small":  # where the call's own cost is what is measured, so for both of our functions
+        calls["attn_ext.attention"] = functools.partial(attn_ext.attention, q, k, v)
+    if case.direction != "backward":
+        return calls
+    grad = randn(*q.shape)
+    return {
+        name: functools.partial(torch.autograd.grad, call(), leaves, grad, retain_graph=True)
+        for name, call in calls.items()
+    }
+
+
+def check_agreement(case: Case, functions: dict[str, Callable]) -> None:
+    results = {name: f() for name, f in functions.items()}
+    expected = results.pop("torch")
+    for name, got in results.items():
+        for a, b in zip(got, expected, strict=True):
+            error, scale = (a - b).abs().max().item(), b.abs().max().item()
+            if not error <= TOLERANCE[case.dtype] * scale:
+                raise RuntimeError(f"{name} and torch differ by {error:.2g} of {scale:.2g} in: {case}")
+
+
+def measure(
+    functions: dict[str, Callable], seconds: float, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds a call, one number a round, by name. See the top of the file."""
+
+    def sample(f: Callable, calls: int) -> float:
+        start = clock()
+        for _ in range(calls):
+            f()
+        return (clock() - start) / calls
+
+    calls = {name: math.ceil(SAMPLE_SECONDS / sample(f, 1)) for name, f in functions.items()}
+    order = list(functions)
+    samples = {name: [] for name in order}
+    end = clock() + seconds
+    while len(samples[order[0]]) < MIN_ROUNDS or clock() < end:
+        for name in order:
+            functions[name]()
+            samples[name].append(sample(functions[name], calls[name]))
+        order.reverse()
+    return samples
+
+
+def summarize(case: Case, samples: dict[str, list[float]]) -> list[dict]:
+    """One row for each of our functions, with all samples for whoever wants another statistic."""
+    theirs = samples.pop("torch")
+    rows = []
+    for name, ours in samples.items():
+        t_ours, t_torch = statistics.median(ours), statistics.median(theirs)
+        quartiles = statistics.quantiles([b / a for a, b in zip(ours, theirs, strict=True)], n=4)
+        row = {"case": str(case), "function": name, "seconds": [ours, theirs]}
+        row["milliseconds"] = [t_ours * 1e3, t_torch * 1e3]
+        row["rates"] = [case.rate(t_ours), case.rate(t_torch)]
+        row["ratio"], row["ratio_quartiles"] = t_torch / t_ours, quartiles[::2]
+        rows.append(row)
+    return rows
+
+
+def show(case: Case, row: dict) -> None:
+    times = " ".join(f"{t:9.3f}" for t in row["milliseconds"])
+    rates = " ".join(f"{rate:8.1f}" for rate in row["rates"])
+    quartiles = "-".join(f"{q:.2f}" for q in row["ratio_quartiles"])
+    unit = "GB/s" if case.kind == "decode" else "GFLOP/s"
+    note = "attention()" if row["function"] == "attn_ext.attention" else ""
+    print(f"{case} {times} {rates} {unit:<7} {row['ratio']:6.2f} {quartiles:<11} {note}".rstrip(), flush=True)
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Where and of what the numbers are."""
+    cpuinfo = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+    units = [flag for flag in ("avx512_bf16", "avx512_fp16", "amx_bf16") if flag in cpuinfo["flags"].split()]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": f"{cpuinfo['model name']} (family {cpuinfo['cpu family']}, model {cpuinfo['model']}), "
+        f"{os.cpu_count()} cores, {' '.join(units) or 'no half-type instructions'}",
+        "isa": f"{args.isa}: attn_ext {attn_ext._C.cpu_isa()}, torch {get_cpu_capability()}",
+        "versions": f"attn_ext {attn_ext.__version__} ({commit}), torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "threads": f"{args.threads}, {args.clock} clock",
+        "load": f"{os.getloadavg()[0]:.1f} over the minute before the start: 0 on a quiet machine",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--lengths", nargs="+", type=int, help="N; default 128 512 1024 2048")
+    parser.add_argument("--head-dims", nargs="+", type=int, help="D; default 64 128")
+    parser.add_argument("--only", default="", help="regular expression that a case's name, as printed, has")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--isa", choices=ISAS, default="native")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: see above; one thread")
+    parser.add_argument("--seconds", type=float, help="for each case; default 2, with --quick 0.2")
+    parser.add_argument("--quick", action="store_true", help="N 128 and 512, D 64 only, and fewer rounds")
+    parser.add_argument("--json", type=Path, help="write everything, with all samples, to this file")
+    args = parser.parse_args()
+    held = os.environ | dict(zip(ISA_VARIABLES, ISAS[args.isa], strict=False))
+    if held != os.environ:
+        os.execve(sys.executable, sys.orig_argv, held)
+    if args.clock == "cpu" and args.threads != 1:
+        parser.error("--clock cpu needs --threads 1: it would count threads that wait as working")
+    args.lengths = args.lengths or ([128, 512] if args.quick else [128, 512, 1024, 2048])
+    args.head_dims = args.head_dims or ([64] if args.quick else [64, 128])
+    seconds = args.seconds if args.seconds is not None else (0.2 if args.quick else 2.0)
+
+    torch.set_num_threads(args.threads)
+    about = environment(args)
+    print("\n".join(f"{name:<9} {text}" for name, text in about.items()))
+    print(f"\n{'B 1, H 8':<35}        ms              rate                  torch / attn_ext")
+    print(f"{'':<35}  attn_ext     torch attn_ext    torch          ratio quartiles", flush=True)
+    clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
+    results = []
+    for case in cases(args):
+        functions = build(case)
+        check_agreement(case, functions)
+        rows = summarize(case, measure(functions, seconds, clock))
+        for row in rows:
+            show(case, row)
+        results += rows
+    if args.json:
+        args.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

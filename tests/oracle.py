@@ -1,0 +1,158 @@
+"""A second derivation of attention, independent of attn_ext.reference, and the rule that judges errors.
+
+The tests of known faults hold the library against this file, so that a misunderstanding would have to happen
+twice to stay unseen.
+"""
+
+import math
+
+import torch
+
+import attn_ext
+
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def pairs(len_q, len_k, causal=False, window=None):
+    """Which query may see which key by the rules of position: bool (Nq, Nk)."""
+    position = torch.arange(len_q) + (0 if causal == "upper_left" else len_k - len_q)
+    ahead = torch.arange(len_k) - position[:, None]  # how far key j lies ahead of query i
+    left, right = (math.inf if side in (None, -1) else float(side) for side in window or (None, None))
+    if causal:
+        right = min(right, 0)
+    return (ahead <= right) & (ahead >= -left)
+
+
+def oracle(
+    q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None,
+    sinks=None, key_lengths=None, query_lengths=None, keep=None, dtype=torch.float64,
+):  # fmt: skip
+    """``(out, lse, probabilities)``, all in ``dtype``; ``keep`` holds dropout's factors 0 or 1 / (1 - p).
+
+    float64 makes it the truth, q's own dtype the plain formula that users would write by hand.
+    """
+    batch, heads, len_q, dim = q.shape
+    len_k = k.shape[2]
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    if heads != k.shape[1]:
+        own = torch.arange(heads) // (heads // k.shape[1])  # the key head of each query head
+        k, v = k[:, own], v[:, own]
+
+    seen = pairs(len_q, len_k, causal, window).expand(batch, heads, len_q, len_k)
+    extra = q.new_zeros(())
+    for term in (mask, bias):
+        if term is None:
+            continue
+        seen = seen & (term if term.dtype == torch.bool else ~torch.isneginf(term))
+        if term.dtype != torch.bool:
+            extra = extra + term.to(dtype).masked_fill(torch.isneginf(term), 0)
+    if key_lengths is not None:
+        real = torch.arange(len_k) < torch.as_tensor(key_lengths)[:, None]
+        seen = seen & real[:, None, None]
+        v = torch.where(real[:, None, :, None], v, v.new_zeros(()))
+    if query_lengths is not None:
+        seen = seen & (torch.arange(len_q) < torch.as_tensor(query_lengths)[:, None])[:, None, :, None]
+    if alibi_slopes is not None:
+        distance = (torch.arange(len_q)[:, None] + (len_k - len_q) - torch.arange(len_k)).abs()
+        extra = extra - alibi_slopes.to(dtype)[..., None, None] * distance.to(dtype)
+
+    zero = q.new_zeros(())
+    q = torch.where(seen.any(3)[..., None], q, zero)
+    k = torch.where(seen.any(2)[..., None], k, zero)
+    if scale is None:
+        scale = dim**-0.5 if dim else 1.0
+    s = torch.where(seen, torch.einsum("bhid,bhjd->bhij", q, k) * scale, zero)
+    if softcap is not None:
+        s = torch.tanh(s / softcap) * softcap
+    s = torch.where(seen, s + extra, zero - math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(dtype).view(-1, 1, 1).expand(batch, heads, len_q, 1)], 3)
+    # A row of nothing but -inf is given any finite logits, and its results are taken away again below.
+    nothing = torch.isneginf(s).all(3)
+    logits = s.masked_fill(nothing[..., None], 0)
+    p = torch.softmax(logits, 3).masked_fill(nothing[..., None], 0)[..., :len_k]
+    lse = torch.logsumexp(logits, 3).masked_fill(nothing, -math.inf)
+    used = p if keep is None else p * keep.to(dtype)
+    out = torch.einsum("bhij,bhjd->bhid", used, v).masked_fill(~seen.any(3)[..., None], 0)
+    return out, lse, p
+
+
+def results(function, tensors, cotangents, options):
+    """Outputs and gradients of function(**tensors, **options) -> (out, lse, ...) by name."""
+    leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
+    out, lse = function(**leaves, **options)[:2]
+    wanted = {"d" + name: t for name, t in leaves.items() if t.requires_grad}
+    cotangents = [c.to(t) for c, t in zip(cotangents, (out, lse), strict=True)]
+    grads = torch.autograd.grad((out, lse), list(wanted.values()), cotangents, materialize_grads=True)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, grads, strict=True))}
+
+
+def assert_close(what, got, truth, plain):
+    """|got - truth| <= 2 |plain - truth| + slack: at most twice what the dtype's plain formula loses.
+
+    This is the habit of flash-attention's tests. The slack, for errors that the plain formula escapes by
+    luck, grows with the largest value: 1e-5 for half types, 1e-6 for float32, 1e-10 alone for float64.
+    """
+    assert got.shape == truth.shape, f"{what}: shape {tuple(got.shape)}, should be {tuple(truth.shape)}"
+    dtype = got.dtype
+    rounded = truth.to(dtype).double()
+    truth = torch.where(rounded.isinf(), rounded, truth)  # what overflows
+    got, plain = got.double(), plain.double()
+    usual = truth.isfinite()
+    assert torch.equal(got.isnan(), truth.isnan()), f"{what}: NaN in other places than the formula has it"
+    special = truth.isinf()
+    assert torch.equal(got[special], truth[special]), f"{what}: infinities in other places"
+    if not usual.any():
+        return
+    size = max(1.0, truth[usual].abs().max().item())
+    error = (got - truth)[usual].abs().max().item()
+    if dtype == torch.float64:
+        limit = 1e-10 * size
+    else:
+        # A few numbers may come out exact by hand, but rounding alone may cost half an ulp of the largest.
+        by_hand = max((plain - truth)[usual].abs().max().item(), torch.finfo(dtype).eps / 2 * size)
+        limit = 2 * by_hand + (1e-5 if dtype in HALF else 1e-6) * size
+    assert error <= limit, f"{what}: error {error:.3g}, allowed {limit:.3g} (largest value {size:.3g})"
+
+
+def check(q, k, v, *, keep=None, call=attn_ext.attention, **options):
+    """Hold attention()'s out, LSE and every gradient against the oracle; ``options`` as for attention().
+
+    With dropout, pass its factors as ``keep`` (see dropout_factors) and a ``generator`` with their seed.
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    tensors |= {n: options.pop(n) for n in ("mask", "bias", "alibi_slopes", "sinks") if n in options}
+    cotangents = [randn(*q.shape[:3], v.shape[3], dtype=q.dtype, seed=100), randn(*q.shape[:3], seed=101)]
+    got = results(call, tensors, cotangents, {**options, "return_lse": True})
+    plain_options = {n: o for n, o in options.items() if n not in ("dropout_p", "generator")}
+    plain_options["keep"] = keep
+    truth = results(oracle, tensors, cotangents, plain_options)
+    plain = results(oracle, tensors, cotangents, {**plain_options, "dtype": q.dtype})
+    if q.dtype in HALF:
+        single = results(oracle, tensors, cotangents, {**plain_options, "dtype": torch.float32})
+        plain["lse"] = single["lse"]  # the LSE is float32, so float32's plain formula judges it
+        # Where half precision overflows by hand, float32 rounded once is the bar.
+        plain = {name: torch.where(t.isfinite(), t, single[name].to(t.dtype)) for name, t in plain.items()}
+    for name, value in got.items():
+        assert_close(name, value, truth[name], plain[name])
+    return got
+
+
+def randn(*shape, dtype=torch.float64, seed=0):
+    """Normal numbers that do not depend on the global generator."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(batch=2, heads=2, len_q=5, len_k=7, dim=8, dim_v=None, heads_kv=None, dtype=torch.float64, seed=0):
+    heads_kv, dim_v = heads_kv or heads, dim if dim_v is None else dim_v
+    shapes = ((batch, heads, len_q, dim), (batch, heads_kv, len_k, dim), (batch, heads_kv, len_k, dim_v))
+    return [randn(*shape, dtype=dtype, seed=3 * seed + n) for n, shape in enumerate(shapes)]
+
+
+def dropout_factors(batch, heads, len_q, len_k, p, seed):
+    """0 or 1 / (1 - p) for each probability: equal logits and an identity for V show what dropout does."""
+    q, k = (torch.zeros(batch, heads, n, 1, dtype=torch.float64) for n in (len_q, len_k))
+    identity = torch.eye(len_k, dtype=torch.float64).expand(batch, heads, -1, -1)
+    generator = torch.Generator().manual_seed(seed)
+    return attn_ext.attention(q, k, identity, dropout_p=p, generator=generator) * len_k

@@ -1,0 +1,49 @@
+"""The benchmarks run and measure what they name, as a developer starts them. No time is asserted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attn_ext
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    env = {**os.environ, "PYTHONPATH": str(Path(attn_ext.__file__).parents[1])}  # the attn_ext that is tested
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_cpu_bench_times_every_kind_of_case_and_writes_json(tmp_path):
+    path = tmp_path / "times.json"
+    tiny = "--quick --threads 1 --lengths 16 --head-dims 8 --seconds 0 --dtype float32 bfloat16"
+    out = run("cpu_bench.py", *tiny.split(), "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+    kinds = {tuple(row["case"].split()[:2]) for row in results}
+    assert kinds == {
+        (dtype, kind)
+        for dtype in ("float32", "bfloat16")
+        for kind in ("full", "causal", "mask", "bias", "decode", "small")
+    }
+    assert {row["function"] for row in results} == {"attn_ext", "attn_ext.attention"}
+    assert all(row["case"].strip() in out and row["ratio"] > 0 for row in results)
+
+
+def test_cpu_bench_holds_both_sides_to_one_instruction_set():
+    if "avx2" not in attn_ext._C.cpu_isas():
+        return
+    out = run("cpu_bench.py", "--quick", "--isa", "avx2", "--threads", "1", "--only", "no case has this name")
+    assert "attn_ext avx2, torch AVX2" in out
+
+
+def test_memory_measures_in_processes_of_their_own():
+    out = run("memory.py", "--length", "64", "--cases", "plain", "--only", "attn_ext")
+    assert out.splitlines()[-1].split()[:3] == ["plain", "forward,", "backward"]
+    assert (
+        int(out.split()[-1]) < 100
+    )  # MiB; a number, not an error, and nowhere near what importing torch takes
