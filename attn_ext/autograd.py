@@ -3,7 +3,7 @@
 The derivatives are written once, as functions of the ops' arguments, and used twice: by the Functions that
 :func:`attention` goes through, and registered for the raw ops. The first derivative recomputes
 probabilities tile by tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and what is saved is q, k,
-v, out, lse and the small tensors. Second derivatives (``create_graph=True``) differentiate
+v, out, lse_parts and the small tensors. Second derivatives (``create_graph=True``) differentiate
 :mod:`attn_ext.reference`, a few heads at a time: they are exact, and need O(Nq * Nk) memory for those heads.
 Third and higher derivatives keep the whole reference graph.
 """
@@ -33,28 +33,28 @@ class Options(NamedTuple):
 def attention(
     q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, options
 ):  # fmt: skip
-    """(out, lse) of canonical arguments, differentiable in q, k, v, bias, float_mask, alibi_slopes and sinks.
+    """(out, lse, lse_parts) of canonical arguments, differentiable in q, k, v, bias, float_mask, alibi_slopes and sinks.
 
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); bias, float_mask, bool_mask 4-D with axes of full
     size or 1; alibi_slopes (Hq,) or (B, Hq); sinks (Hq,); key_lengths and query_lengths (B,) int64; rng_state
     (2,) int64, given when options.dropout_p > 0. Checked by :mod:`attn_ext.functional`, not here.
     """
     tensors = (
-        q,
-        k,
-        v,
-        bias,
-        float_mask,
-        bool_mask,
-        alibi_slopes,
-        sinks,
-        key_lengths,
-        query_lengths,
-        rng_state,
-    )
+        q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        tensors = _distinct(tensors)
     if _derivative_wanted(tensors):
         return _Attention.apply(*tensors, *options)
     return _below_autograd(torch.ops.attn_ext.attention_forward, *tensors, *options)
+
+
+def _distinct(tensors):
+    """The same tensors without repetition: Dynamo refuses a Function that gets one twice, as in f(x, x, x)."""
+    found = []
+    for t in tensors:
+        found.append(t.view_as(t) if t is not None and any(t is other for other in found) else t)
+    return tuple(found)
 
 
 def _derivative_wanted(tensors):
@@ -81,34 +81,16 @@ def _below_autograd(op, *args):
         return op(*args)
 
 
-def column_sums(
-    q, k, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
-):  # fmt: skip
-    """The attention each key receives, sum_i P[i][j]: (B, Hq, Nk), float32 (float64 for float64), in O(N) memory.
-
-    With values of one column, the backward's dV = P^T dO is that sum for dO = 1: so the sum costs half a backward, and
-    its derivatives are those of the backward. ``lse`` is that of the forward; dropout does not enter.
-    """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    b, hq, nq, _ = q.shape
-    k = k.repeat_interleave(hq // k.shape[1], 1) if k.shape[1] not in (0, hq) else k
-    no_value, ones = k.new_zeros((b, hq, k.shape[2], 1), dtype=dtype), q.new_ones((b, hq, nq, 1), dtype=dtype)
-    terms = [t if t is None else t.to(dtype) for t in (bias, float_mask, alibi_slopes, sinks)]
-    grads = _AttentionBackward.apply(
-        ones, None, q.to(dtype), k.to(dtype), no_value, torch.zeros_like(ones), lse, terms[0], terms[1], bool_mask,
-        terms[2], terms[3], key_lengths, query_lengths, None, *options._replace(dropout_p=0.0), 1 << 2,
-    )  # fmt: skip
-    return grads[2].squeeze(-1)
-
-
 def _save_forward(ctx, inputs, output):
     ctx.options = Options(*inputs[11:])
-    ctx.save_for_backward(*inputs[:11], *output)
+    out, _, lse_parts = output
+    ctx.save_for_backward(*inputs[:11], out, lse_parts)
+    ctx.mark_non_differentiable(lse_parts)
     ctx.set_materialize_grads(False)
 
 
-def _forward_backward(ctx, grad_out, grad_lse):
-    q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest, out, lse = ctx.saved_tensors
+def _forward_backward(ctx, grad_out, grad_lse, _):
+    q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest, out, lse_parts = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
         return (None,) * 17
     if grad_out is None:
@@ -117,7 +99,7 @@ def _forward_backward(ctx, grad_out, grad_lse):
     wanted = (*needs[:5], *needs[6:8])  # without bool_mask
     output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
     args = (
-        grad_out, grad_lse, q, k, v, out, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest,
+        grad_out, grad_lse, q, k, v, out, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest,
         *ctx.options, output_mask,
     )  # fmt: skip
     if (
@@ -147,7 +129,7 @@ def _backward_backward(ctx, *cotangents):
         *needs[:5],
         *needs[7:9],
         *needs[10:12],
-    )  # without out, lse (functions of the others) and bool_mask
+    )  # without out, lse_parts (functions of the others) and bool_mask
     problem = _Problem(
         (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks), bool_mask, *rest, ctx.options
     )

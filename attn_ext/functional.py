@@ -93,7 +93,7 @@ def attention(
         q, k, autocast, mask, bias, alibi_slopes, sinks, key_lengths, query_lengths,
         arguments.alignment(causal), window, scale, softcap, dropout_p,
     )  # fmt: skip
-    out, lse = _autograd.attention(
+    out, lse, lse_parts = _autograd.attention(
         q, k, v, *terms, arguments.rng_state(options.dropout_p, generator, q.device), options
     )
     if return_weights is None:
@@ -103,7 +103,7 @@ def attention(
     elif return_weights == "mean_heads":
         p = weights.mean_heads(q, k, *terms, options)
     else:
-        p = weights.column_sums(q, k, lse, *terms, options)
+        p = weights.column_sums(q, k, lse_parts, *terms, options)
     return (out, lse, p) if return_lse else (out, p)
 
 
@@ -152,7 +152,7 @@ def scaled_dot_product_attention(
         q, k, autocast, mask, None, None, None, None, None, causal, None, scale, None, dropout_p,
         mask_name="attn_mask",
     )  # fmt: skip
-    out, _ = _autograd.attention(
+    out, _, _ = _autograd.attention(
         q, k, v, *terms, arguments.rng_state(options.dropout_p, None, q.device), options
     )
     return out if shape is None else out.reshape(shape)

@@ -1,11 +1,13 @@
 """torch.ops.attn_ext.*: what the compiled ops return, for tensors without data (meta, fake, symbolic shapes).
 
-The schemas and CPU kernels are registered by ``attn_ext._C`` (csrc/torch_ops.cpp). The ops take canonical arguments and
-are not differentiable by themselves: :mod:`attn_ext.autograd` is.
+The schemas and CPU kernels are registered by ``attn_ext._C`` (csrc/torch_ops.cpp). The ops take canonical
+arguments; :mod:`attn_ext.autograd` registers their derivatives.
 
-* ``attention_forward(q, k, v, <options>) -> (out, lse)``
-* ``attention_backward(grad_out, grad_lse, q, k, v, out, lse, <options>, output_mask) -> 7 gradients``: of q, k, v, bias,
-  float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come back with 0 elements.
+* ``attention_forward(q, k, v, <options>) -> (out, lse, lse_parts)``: lse_parts (B, Hq, Nq, 2) is each row's
+  maximum and the log of its sum relative to that, of which lse is the rounded sum, for the backward.
+* ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, <options>, output_mask) -> 7 gradients``: of q,
+  k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come back
+  with 0 elements.
 """
 
 import torch
@@ -25,11 +27,17 @@ def _lse_dtype(q):
 @torch.library.register_fake("attn_ext::attention_forward")
 def _(q, k, v, *options):
     b, hq, nq, _ = q.shape
-    return _empty_heads(q, b, hq, nq, v.shape[-1]), q.new_empty((b, hq, nq), dtype=_lse_dtype(q))
+    return (
+        _empty_heads(q, b, hq, nq, v.shape[-1]),
+        q.new_empty((b, hq, nq), dtype=_lse_dtype(q)),
+        q.new_empty((b, hq, nq, 2), dtype=_lse_dtype(q)),
+    )
 
 
 @torch.library.register_fake("attn_ext::attention_backward")
-def _(grad_out, grad_lse, q, k, v, out, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, *options):
+def _(
+    grad_out, grad_lse, q, k, v, out, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, *options
+):
     output_mask = options[-1]
     grads = []
     for bit, t in enumerate((q, k, v, bias, float_mask, alibi_slopes, sinks)):

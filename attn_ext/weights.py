@@ -20,11 +20,11 @@ def full(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, qu
 
 
 def column_sums(
-    q, k, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
+    q, k, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
 ):
     """The attention each key receives, (B, Hq, Nk) in float32 or float64: O(N) memory, derivatives too.
 
-    ``lse`` is that of the forward; dropout does not enter.
+    ``lse_parts`` is that of the forward; dropout does not enter.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     terms = [
@@ -34,7 +34,7 @@ def column_sums(
     return _ColumnSums.apply(
         q.to(dtype),
         _repeat_heads(k, q).to(dtype),
-        lse,
+        lse_parts,
         *terms,
         key_lengths,
         query_lengths,
@@ -112,11 +112,11 @@ class _ColumnSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q, k, lse, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
+        q, k, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
     ):
         ones, no_value = q.new_ones((*q.shape[:3], 1)), k.new_zeros((*k.shape[:3], 1))
         terms = (bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, None)
-        args = (ones, None, q, k, no_value, torch.zeros_like(ones), lse, *terms, *options, 1 << 2)
+        args = (ones, None, q, k, no_value, torch.zeros_like(ones), lse_parts, *terms, *options, 1 << 2)
         return _differentiable("attention_backward", *args)[2].squeeze(-1)
 
     @staticmethod
@@ -126,15 +126,15 @@ class _ColumnSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, lse, *terms = ctx.saved_tensors
+        q, k, lse_parts, *terms = ctx.saved_tensors
         v = grad[..., None]
-        with torch.no_grad():  # to the backward, out and lse are functions of the others
-            out, _ = _differentiable("attention_forward", q, k, v, *terms, None, *ctx.options)
+        with torch.no_grad():  # to the backward, out and lse_parts are functions of the others
+            out, _, _ = _differentiable("attention_forward", q, k, v, *terms, None, *ctx.options)
         needs = ctx.needs_input_grad
         # the ops' order: q, k, v, bias, float_mask, alibi_slopes, sinks
         wanted = (*needs[:2], False, *needs[3:5], *needs[6:8])
         output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
-        args = (torch.ones_like(out), None, q, k, v, out, lse, *terms, None, *ctx.options, output_mask)
+        args = (torch.ones_like(out), None, q, k, v, out, lse_parts, *terms, None, *ctx.options, output_mask)
         grads = _differentiable("attention_backward", *args)
         grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
         return (*grads[:5], None, *grads[5:], None, None, None)

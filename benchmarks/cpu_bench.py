@@ -26,13 +26,11 @@ What a mask hides is counted, what causal=True hides is not. A decode step is ju
 """
 
 import argparse
-import datetime
 import functools
 import itertools
 import json
 import math
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -71,8 +69,7 @@ class Case(NamedTuple):
     direction: str  # forward, training, backward
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        size = f"N{self.keys} D{self.head_dim}"
+        dtype, size = str(self.dtype).removeprefix("torch."), f"N{self.keys} D{self.head_dim}"
         return f"{dtype:<8} {self.kind:<6} {size:<10} {self.direction:<8}"
 
     def rate(self, seconds: float) -> float:
@@ -86,11 +83,11 @@ class Case(NamedTuple):
 def cases(args: argparse.Namespace) -> list[Case]:
     """Every case that the arguments select, by dtype."""
     found = []
+    d, n = min(args.head_dims), min(1024, max(args.lengths))
+    sizes = list(itertools.product(args.head_dims, args.lengths, ("full", "causal")))
+    sizes += [(d, n, "mask"), (d, n, "bias")]
     for dtype in (getattr(torch, name) for name in args.dtype):
-        for d, n, kind in itertools.product(args.head_dims, args.lengths, ("full", "causal")):
-            found += [Case(kind, dtype, n, n, d, direction) for direction in ("forward", "backward")]
-        n, d = min(1024, max(args.lengths)), min(args.head_dims)
-        for kind in ("mask", "bias"):
+        for d, n, kind in sizes:
             found += [Case(kind, dtype, n, n, d, direction) for direction in ("forward", "backward")]
         found.append(Case("decode", dtype, 1, DECODE_KEYS, 128, "forward"))
         found += [Case("small", dtype, 16, 16, 64, way) for way in ("forward", "training", "backward")]
@@ -128,10 +125,8 @@ def build(case: Case) -> dict[str, Callable]:
     if case.direction != "backward":
         return calls
     grad = randn(*q.shape)
-    return {
-        name: functools.partial(torch.autograd.grad, call(), leaves, grad, retain_graph=True)
-        for name, call in calls.items()
-    }
+    gradient = functools.partial(torch.autograd.grad, inputs=leaves, grad_outputs=grad, retain_graph=True)
+    return {name: functools.partial(gradient, call()) for name, call in calls.items()}
 
 
 def check_agreement(case: Case, functions: dict[str, Callable]) -> None:
@@ -156,8 +151,7 @@ def measure(
         return (clock() - start) / calls
 
     calls = {name: math.ceil(SAMPLE_SECONDS / sample(f, 1)) for name, f in functions.items()}
-    order = list(functions)
-    samples = {name: [] for name in order}
+    order, samples = list(functions), {name: [] for name in functions}
     end = clock() + seconds
     while len(samples[order[0]]) < MIN_ROUNDS or clock() < end:
         for name in order:
@@ -170,9 +164,10 @@ def measure(
 def summarize(case: Case, samples: dict[str, list[float]]) -> list[dict]:
     """One row for each of our functions, with all samples for whoever wants another statistic."""
     theirs = samples.pop("torch")
+    t_torch = statistics.median(theirs)
     rows = []
     for name, ours in samples.items():
-        t_ours, t_torch = statistics.median(ours), statistics.median(theirs)
+        t_ours = statistics.median(ours)
         quartiles = statistics.quantiles([b / a for a, b in zip(ours, theirs, strict=True)], n=4)
         row = {"case": str(case), "function": name, "seconds": [ours, theirs]}
         row["milliseconds"] = [t_ours * 1e3, t_torch * 1e3]
@@ -183,9 +178,8 @@ def summarize(case: Case, samples: dict[str, list[float]]) -> list[dict]:
 
 
 def show(case: Case, row: dict) -> None:
-    times = " ".join(f"{t:9.3f}" for t in row["milliseconds"])
-    rates = " ".join(f"{rate:8.1f}" for rate in row["rates"])
-    quartiles = "-".join(f"{q:.2f}" for q in row["ratio_quartiles"])
+    times, rates = "{:9.3f} {:9.3f}".format(*row["milliseconds"]), "{:8.1f} {:8.1f}".format(*row["rates"])
+    quartiles = "{:.2f}-{:.2f}".format(*row["ratio_quartiles"])
     unit = "GB/s" if case.kind == "decode" else "GFLOP/s"
     note = "attention()" if row["function"] == "attn_ext.attention" else ""
     print(f"{case} {times} {rates} {unit:<7} {row['ratio']:6.2f} {quartiles:<11} {note}".rstrip(), flush=True)
@@ -198,14 +192,13 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{cpuinfo['model name']} (family {cpuinfo['cpu family']}, model {cpuinfo['model']}), "
         f"{os.cpu_count()} cores, {' '.join(units) or 'no half-type instructions'}",
         "isa": f"{args.isa}: attn_ext {attn_ext._C.cpu_isa()}, torch {get_cpu_capability()}",
-        "versions": f"attn_ext {attn_ext.__version__} ({commit}), torch {torch.__version__}, "
-        f"Python {platform.python_version()}",
+        "versions": f"attn_ext {attn_ext.__version__} ({commit}), torch {torch.__version__}",
         "threads": f"{args.threads}, {args.clock} clock",
-        "load": f"{os.getloadavg()[0]:.1f} over the minute before the start: 0 on a quiet machine",
+        "load": f"{os.getloadavg()[0]:.1f} over the minute before the start (quiet: 0)",
     }
 
 
@@ -245,9 +238,9 @@ def main() -> None:
         functions = build(case)
         check_agreement(case, functions)
         rows = summarize(case, measure(functions, seconds, clock))
+        results += rows
         for row in rows:
             show(case, row)
-        results += rows
     if args.json:
         args.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
 

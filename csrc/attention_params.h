@@ -77,13 +77,17 @@ struct AttentionParams {
 struct ForwardOutput {
   StridedView out;  // (B, Hq, Nq, Dv), dtype of q, last stride 1
   StridedView lse;  // (B, Hq, Nq), float32 or float64, in stride[0..2]
+  // (B, Hq, Nq, 2) of lse's dtype, for the backward: the row's maximum and the log of the sum relative to it, -inf and 0
+  // for an empty row. Added up they are the LSE, but a float32 LSE of 10,000 is good to 1e-3 only, and that would be the
+  // relative error of every recomputed probability.
+  StridedView lse_parts;
 };
 
 // Gradients are written where `present`; the others are neither computed nor touched.
 struct BackwardIO {
   StridedView grad_out;                    // (B, Hq, Nq, Dv), last stride 1
   StridedView grad_lse;                    // optional (B, Hq, Nq)
-  StridedView out, lse;                    // what forward returned
+  StridedView out, lse_parts;              // what forward returned
   StridedView grad_q, grad_k, grad_v;      // last stride 1
   StridedView grad_bias, grad_float_mask;  // shapes of their inputs: `size` says which axes are reduced
   int64_t bias_size[4] = {1, 1, 1, 1}, float_mask_size[4] = {1, 1, 1, 1};
@@ -93,11 +97,11 @@ struct BackwardIO {
   void* workspace = nullptr;  // backward_workspace_bytes() of memory, 64-byte aligned
 };
 
-// Per query row lse and delta, per head sums of the sinks' gradient, per head and key block those of ALiBi's.
+// Per query row lse in two parts and delta, per head sums of the sinks' gradient, per head and key block those of ALiBi's.
 // At least one key block in 128 keys.
 inline int64_t backward_workspace_bytes(const AttentionParams& p) {
   const int64_t heads = p.batch * p.heads_q;
-  return 8 * (heads * (2 * p.len_q + p.len_k / 128 + 2) + 1);
+  return 8 * (heads * (3 * p.len_q + p.len_k / 128 + 2) + 1);
 }
 
 }  // namespace attn_ext

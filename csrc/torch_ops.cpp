@@ -196,7 +196,7 @@ Tensor empty_of(const Tensor& like, const std::vector<int64_t>& size, ScalarType
   return torch::stable::empty(size, dtype, std::nullopt, like.device());
 }
 
-std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, ATTN_OPTION_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, ATTN_OPTION_PARAMETERS) {
   Views views;
   const AttentionParams p = make_params(views, q, k, v, ATTN_OPTIONS);
   Tensor out = empty_heads(q, p.batch, p.heads_q, p.len_q, p.dim_v);
@@ -205,15 +205,17 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, ATTN_
   ForwardOutput o;
   o.out = views.rows(out, "out");
   o.lse = views.strided(lse, "lse");
+  Tensor lse_parts = empty_of(q, {p.batch, p.heads_q, p.len_q, 2}, lse.scalar_type());
+  o.lse_parts = views.rows(lse_parts, "lse_parts");
   cpu_kernels().forward(p, o, torch_threads());
-  return {out, lse};
+  return {out, lse, lse_parts};
 }
 
 // Bits of output_mask, in the order of the results.
 enum Gradient { kQ = 1, kK = 2, kV = 4, kBias = 8, kFloatMask = 16, kAlibiSlopes = 32, kSinks = 64 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+    Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse_parts,
     ATTN_OPTION_PARAMETERS, int64_t output_mask) {
   Views views;
   const AttentionParams p = make_params(views, q, k, v, ATTN_OPTIONS);
@@ -221,17 +223,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   STD_TORCH_CHECK(shape_is(grad_out, {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
                       shape_is(out, {p.batch, p.heads_q, p.len_q, p.dim_v}),
                   "attn_ext: grad_out and out must have the shape that forward returned");
-  STD_TORCH_CHECK(shape_is(lse, {p.batch, p.heads_q, p.len_q}) &&
+  STD_TORCH_CHECK(shape_is(lse_parts, {p.batch, p.heads_q, p.len_q, 2}) &&
                       (!grad_lse || shape_is(*grad_lse, {p.batch, p.heads_q, p.len_q})),
-                  "attn_ext: lse and grad_lse must have the shape that forward returned");
+                  "attn_ext: lse_parts and grad_lse must have the shape that forward returned");
   io.grad_out = views.rows(grad_out, "grad_out");
   io.out = views.rows(out, "out");
-  io.lse = views.strided(lse, "lse");
+  io.lse_parts = views.rows(lse_parts, "lse_parts");
   if (grad_lse) io.grad_lse = views.strided(*grad_lse, "grad_lse");
   const DType lse_dtype = p.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  STD_TORCH_CHECK(io.grad_out.dtype == p.q.dtype && io.out.dtype == p.q.dtype && io.lse.dtype == lse_dtype &&
-                      (!grad_lse || io.grad_lse.dtype == lse_dtype),
-                  "attn_ext: grad_out and out must have q's dtype, lse and grad_lse forward's");
+  STD_TORCH_CHECK(io.grad_out.dtype == p.q.dtype && io.out.dtype == p.q.dtype &&
+                      io.lse_parts.dtype == lse_dtype && (!grad_lse || io.grad_lse.dtype == lse_dtype),
+                  "attn_ext: grad_out and out must have q's dtype, lse_parts and grad_lse have lse's");
 
   std::vector<Tensor> grads;  // those that are not wanted have no elements; an op's results may not alias
   for (int n = 0; n < 7; n++) grads.push_back(empty_of(q, {0}, q.scalar_type()));
@@ -285,10 +287,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
 
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTN_OPTION_SCHEMA
-        ") -> (Tensor out, Tensor lse)");
+        ") -> (Tensor out, Tensor lse, Tensor lse_parts)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-      "Tensor lse, " ATTN_OPTION_SCHEMA
+      "Tensor lse_parts, " ATTN_OPTION_SCHEMA
       ", int output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor "
       "grad_float_mask, "
       "Tensor grad_alibi_slopes, Tensor grad_sinks)");

@@ -12,6 +12,6 @@ if not list((ROOT / "attn_ext").glob("_C.*.so")):
 
 import torch  # noqa: E402
 
-# One thread a process: pytest-xdist runs several processes, and threads that wait for each other across processes
-# make tests a hundred times slower. Tests about threads set their own number.
+# One thread a process: pytest-xdist runs several processes, and threads that wait for each other across
+# processes make tests a hundred times slower. Tests about threads set their own number.
 torch.set_num_threads(1)

@@ -13,6 +13,8 @@ import attn_ext
 from attn_ext import _C
 
 HERE = Path(__file__).parent
+# What another Python needs to import the very attn_ext that is tested here, installed or built in place.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(attn_ext.__file__).parents[1])}
 
 
 def run(threads, q, k, v, bias, **options):

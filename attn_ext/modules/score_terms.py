@@ -5,7 +5,6 @@ each through its own strides. So every term keeps its own size, as a 4-D view th
 a padding mask stays (N, 1, 1, S) beside an (L, S) mask, and no (N, H, L, S) tensor is built from them.
 """
 
-import itertools
 import math
 
 import torch
@@ -46,14 +45,12 @@ def score_terms(
         terms.append(_as_bias_term(attn_bias, sizes, dtype))
 
     if len(terms) == 3:
-        pairs = itertools.combinations(terms, 2)
-        a, b = min(pairs, key=lambda pair: math.prod(torch.broadcast_shapes(*(x.shape for x in pair))))
-        terms = [x for x in terms if x is not a and x is not b] + [_merge(a, b)]
-    # `mask` takes either kind, `bias` a floating one; of two bools the smaller is turned into floats
-    terms.sort(key=lambda x: (x.dtype != torch.bool, -x.numel()))
+        terms = _merge_smallest_pair(*terms)
     if len(terms) == 2:
-        mask, bias = terms
-        return mask, bias if bias.is_floating_point() else _merge(bias, bias.new_zeros(1, dtype=dtype))
+        first, second = terms
+        if first.dtype == second.dtype == torch.bool:  # a padding mask (N, 1, 1, S) and an attention mask
+            return second, _merge(first, first.new_zeros(1, dtype=dtype))
+        return (second, first) if second.dtype == torch.bool else (first, second)
     mask = terms[0] if terms else None
     return (None, mask) if mask is not None and mask.is_floating_point() else (mask, None)
 
@@ -97,6 +94,14 @@ def _as_bias_term(attn_bias: Tensor, sizes: tuple[int, int, int, int], dtype: to
         )
     term = _as_term("attn_bias", attn_bias, dtype)
     return term.reshape((1,) * (4 - term.dim()) + shape)
+
+
+def _merge_smallest_pair(a: Tensor, b: Tensor, c: Tensor) -> list[Tensor]:
+    # comparisons and no min or sort with a key: sizes may be symbolic under torch.compile
+    ab, ac, bc = (torch.broadcast_shapes(x.shape, y.shape).numel() for x, y in ((a, b), (a, c), (b, c)))
+    if ab <= ac and ab <= bc:
+        return [_merge(a, b), c]
+    return [_merge(a, c), b] if ac <= bc else [a, _merge(b, c)]
 
 
 def _merge(a: Tensor, b: Tensor) -> Tensor:

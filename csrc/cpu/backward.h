@@ -164,8 +164,8 @@ class Backward {
   const bool want_q_, want_k_, want_v_, want_alibi_;
 };
 
-// lse in base 2 and delta of every row; the sinks' gradient falls out on the way:
-// d(sink) = -sum_i 2^(sink - lse_i) * delta_i, since the sink's own value is 0.
+// lse and delta of every row; the sinks' gradient falls out on the way:
+// d(sink) = -sum_i exp(sink - lse_i) * delta_i, since the sink's own value is 0.
 template <class T>
 void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state,
                   double* sink_parts, const Threads& threads) {
@@ -173,24 +173,32 @@ void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState
     const int64_t b = unit / p.heads_q, h = unit % p.heads_q, valid = p.valid_queries(b);
     const int64_t ld = padded<T>(p.dim_v);
     T *o = scratch<T>(kOutput, 2 * ld), *g = o + ld;
-    const T sink =
-        p.sinks.present ? T(kLog2E) * read_one<T>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
+    const T sink = p.sinks.present ? read_one<T>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
     double sink_grad = 0;
     for (int64_t i = 0; i < p.len_q; i++) {
-      const T lse = read_one<T>(io.lse.at(b, h, i, 0), io.lse.dtype);
+      const T* parts = reinterpret_cast<const T*>(io.lse_parts.at(b, h, i, 0));
+      const bool empty = parts[0] == -infinity<T>();
       T delta = 0;
-      if (i < valid && lse != -infinity<T>()) {
+      if (i < valid && !empty) {
         pack_rows<T>(io.out, b, h, i, 1, p.dim_v, T(1), o, ld);
         pack_rows<T>(io.grad_out, b, h, i, 1, p.dim_v, T(1), g, ld);
-        Vec<T> sum = {};
-        for (int64_t d = 0; d < ld; d += kLanes<T>) sum += load(o + d) * load(g + d);
-        delta = reduce_add<T>(sum);
+        Vec<T> sum = {}, nonzero = {};
+        for (int64_t d = 0; d < ld; d += kLanes<T>) {
+          const Vec<T> out = load(o + d);
+          sum += out * load(g + d);
+          nonzero = out != Vec<T>{} ? Vec<T>{} + T(1) : nonzero;
+        }
+        // out 0: a sink and no key, say. The row's gradient does not matter then, not even NaN.
+        if (reduce_add<T>(nonzero) != T(0)) delta = reduce_add<T>(sum);
       }
       if (io.grad_lse.present) delta -= read_one<T>(io.grad_lse.at(b, h, i, 0), io.grad_lse.dtype);
-      state.lse[unit * p.len_q + i] = lse == -infinity<T>() ? infinity<T>() : T(kLog2E) * lse;
-      state.delta[unit * p.len_q + i] = delta;
-      if (sink != -infinity<T>())
-        sink_grad -= double(exp2<T>(splat<T>(sink - T(kLog2E) * lse))[0]) * double(delta);
+      const int64_t row = unit * p.len_q + i;
+      state.max[row] = empty ? infinity<T>() : parts[0];
+      state.log_sum[row] = parts[1];
+      state.delta[row] = delta;
+      if (sink != -infinity<T>()) {
+        sink_grad -= double(exp<T>(splat<T>(sink - parts[0] - parts[1]))[0]) * double(delta);
+      }
     }
     sink_parts[unit] = sink_grad;
   });
@@ -202,7 +210,7 @@ void backward(const AttentionParams& p, const BackwardIO& io, const Threads& thr
   double* sink_parts = static_cast<double*>(io.workspace);
   double* alibi_parts = sink_parts + heads;
   T* rows = reinterpret_cast<T*>(alibi_parts + heads * key_blocks);
-  const RowState<T> state{rows, rows + heads * p.len_q};
+  const RowState<T> state{rows, rows + heads * p.len_q, rows + 2 * heads * p.len_q};
 
   prepare_rows<T>(p, io, state, sink_parts, threads);
   Backward<T>(p, io, state, alibi_parts).run(threads);

@@ -3,8 +3,6 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-constexpr int kFewQueries = 4;
-
 // How to read kLanes elements of a row in memory as T.
 struct ReadAsIs {
   template <class T>

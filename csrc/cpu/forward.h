@@ -1,9 +1,9 @@
 // Forward: online softmax over key blocks (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //
 //   for each query tile:   m = -inf (or the sink), l = 0 (or 1), O = 0
-//     for each key block:  S = logits(Q K^T);  m' = max(m, rowmax S);  P = 2^(S - m');  a = 2^(m - m')
+//     for each key block:  S = logits(Q K^T);  m' = max(m, rowmax S);  P = exp(S - m');  a = exp(m - m')
 //                          l = a l + rowsum P;  O = a O + dropout(P) V;  m = m'
-//     out = O / l,  lse = ln 2 * (m + log2 l)
+//     out = O / l,  lse = m + log l
 namespace attn_ext {
 namespace ATTN_ISA {
 
@@ -12,7 +12,7 @@ class ForwardUnit {
  public:
   ForwardUnit(const AttentionParams& p, const ForwardOutput& o, int64_t b, int64_t h, int64_t i0,
               int64_t rows)
-      : p_(p), o_(o), b_(b), h_(h), i0_(i0), rows_(rows), few_(rows <= kFewQueries), scores_(p, b, h),
+      : p_(p), o_(o), b_(b), h_(h), i0_(i0), rows_(rows), few_(p.len_q <= kFewQueries), scores_(p, b, h),
         ld_q_(padded<T>(p.dim_qk)), ld_o_(padded<T>(p.dim_v)) {}
 
   void run() {
@@ -28,7 +28,7 @@ class ForwardUnit {
 
     const int64_t valid =
         max(0, min(rows_, scores_.valid_queries() - i0_));  // rows past query_lengths are not read
-    pack_rows<T>(p_.q, b_, h_, i0_, valid, p_.dim_qk, T(p_.scale * kLog2E), q_, ld_q_);
+    pack_rows<T>(p_.q, b_, h_, i0_, valid, p_.dim_qk, T(p_.scale), q_, ld_q_);
     start();
     const KeyRange range = scores_.visible(i0_, valid);
     for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
@@ -52,7 +52,7 @@ class ForwardUnit {
  private:
   void start() {
     T first_max = -infinity<T>();
-    if (p_.sinks.present) first_max = T(kLog2E) * read_one<T>(p_.sinks.at(0, h_, 0, 0), p_.sinks.dtype);
+    if (p_.sinks.present) first_max = read_one<T>(p_.sinks.at(0, h_, 0, 0), p_.sinks.dtype);
     const T first_sum = first_max == -infinity<T>() ? T(0) : T(1);
     for (int64_t r = 0; r < rows_; r++) {
       max_[r] = first_max;
@@ -87,14 +87,15 @@ class ForwardUnit {
     for (int64_t j = lanes; j < n; j += lanes) largest = max(largest, load(s + j));
     const T before = max_[r], block_max = reduce_max<T>(largest);
     const T now = block_max > before ? block_max : before;
-    const T reference = now == -infinity<T>() ? T(0) : now;  // nothing visible yet: 2^(-inf - 0) = 0, not NaN
+    const T reference =
+        now == -infinity<T>() ? T(0) : now;  // nothing visible yet: exp(-inf - 0) = 0, not NaN
     Vec<T> total = {};
     for (int64_t j = 0; j < n; j += lanes) {
-      const Vec<T> p = exp2<T>(load(s + j) - reference);
+      const Vec<T> p = exp<T>(load(s + j) - reference);
       store<T>(s + j, p);
       total += p;
     }
-    const T rescale = exp2<T>(splat<T>(before - reference))[0];
+    const T rescale = exp<T>(splat<T>(before - reference))[0];
     max_[r] = now;
     sum_[r] = sum_[r] * rescale + reduce_add<T>(total);
     if (rescale != T(1)) {
@@ -115,9 +116,11 @@ class ForwardUnit {
       const T inverse = sum_[r] == T(0) ? T(0) : T(1) / sum_[r];
       for (int64_t d = 0; d < ld_o_; d += kLanes<T>) store<T>(o + d, load(o + d) * inverse);
       write_row<T>(o_.out.at(b_, h_, i0_ + r, 0), o_.out.dtype, p_.dim_v, o);
-      const T lse =
-          sum_[r] == T(0) ? -infinity<T>() : T(kLn2 * (double(max_[r]) + __builtin_log2(double(sum_[r]))));
-      *reinterpret_cast<T*>(o_.lse.at(b_, h_, i0_ + r, 0)) = lse;
+      const double log_sum = sum_[r] == T(0) ? 0.0 : __builtin_log(double(sum_[r]));
+      T* parts = reinterpret_cast<T*>(o_.lse_parts.at(b_, h_, i0_ + r, 0));
+      parts[0] = sum_[r] == T(0) ? -infinity<T>() : max_[r];
+      parts[1] = T(log_sum);
+      *reinterpret_cast<T*>(o_.lse.at(b_, h_, i0_ + r, 0)) = T(double(parts[0]) + log_sum);
     }
   }
 

@@ -1,6 +1,6 @@
 // One tile of the backward: queries i0 .. i0+rows of head h meet keys j0 .. j0+n of its KV head. From the saved LSE
 //
-//   P  = 2^(S - lse)                      (recomputed, never stored for the whole matrix)
+//   P  = exp(S - lse)                     (recomputed, never stored for the whole matrix)
 //   dP = factor * (dO V^T)                factor: dropout's 0 or 1 / (1 - p)
 //   dS = P * (dP - delta)                 delta = rowsum(dO * O) - dLSE
 //
@@ -14,17 +14,19 @@ constexpr int64_t kGradRows = 96;
 constexpr int64_t kGradKeys = 128;
 static_assert(kGradKeys <= kBlockKeys, "row buffers are sized by kBlockKeys");
 
-// Per query row, for all heads: lse in base 2 (+inf for an empty row, so that P is 0) and delta.
+// Per query row, for all heads: the two parts of the LSE (the maximum of an empty row is +inf here, so that P is 0)
+// and delta.
 template <class T>
 struct RowState {
-  T *lse, *delta;  // (B, Hq, Nq)
+  T *max, *log_sum, *delta;  // (B, Hq, Nq)
 };
 
 template <class T>
 class GradTile {
  public:
   GradTile(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state)
-      : p_(p), io_(io), state_(state), ld_q(padded<T>(p.dim_qk)), ld_v(padded<T>(p.dim_v)) {
+      : p_(p), io_(io), state_(state), few_(p.len_q <= kFewQueries), ld_q(padded<T>(p.dim_qk)),
+        ld_v(padded<T>(p.dim_v)) {
     const int64_t score_size = kGradRows * kGradKeys;
     prob = scratch<T>(kScore, score_size);
     grad = scratch<T>(kGradScore, score_size);
@@ -42,7 +44,8 @@ class GradTile {
   void set_keys(int64_t b, int64_t h_kv, int64_t j0_, int64_t n_, bool want_grad_q) {
     j0 = j0_;
     n = n_;
-    pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, strip_, key_transposed_);
+    h_kv_ = h_kv;
+    if (!few_) pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, strip_, key_transposed_);
     pack_transposed<T>(p_.v, b, h_kv, j0, n, p_.dim_v, strip_, value_transposed_);
     if (want_grad_q) pack_panels<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, true, key_panels);
   }
@@ -53,20 +56,25 @@ class GradTile {
     b_ = b;
     h_ = h;
     const int64_t first = (b * p_.heads_q + h) * p_.len_q + i0;
-    lse_ = state_.lse + first;
+    max_ = state_.max + first;
+    log_sum_ = state_.log_sum + first;
     delta_ = state_.delta + first;
-    pack_rows<T>(p_.q, b, h, i0, rows, p_.dim_qk, T(p_.scale * kLog2E), q_rows_, ld_q);
+    pack_rows<T>(p_.q, b, h, i0, rows, p_.dim_qk, T(p_.scale), q_rows_, ld_q);
     pack_rows<T>(io_.grad_out, b, h, i0, rows, p_.dim_v, T(1), grad_out_rows_, ld_v);
+    has_panels_ = want_grad_kv;
     if (want_grad_kv) {
       pack_panels<T>(p_.q, b, h, i0, rows, p_.dim_qk, true, q_panels);
       pack_panels<T>(io_.grad_out, b, h, i0, rows, p_.dim_v, false, grad_out_panels);
-      clear_empty_rows();
     }
   }
 
   // Fills `prob` with factor * P and `grad` with dS.
   void compute(const Scores<T>& scores) {
-    matmul<T, false>(rows, n, p_.dim_qk, q_rows_, ld_q, key_transposed_, false, prob, kGradKeys);
+    if (few_) {
+      FewQueries<T>::scores(p_.k, b_, h_kv_, j0, n, p_.dim_qk, q_rows_, ld_q, rows, prob, kGradKeys);
+    } else {
+      matmul<T, false>(rows, n, p_.dim_qk, q_rows_, ld_q, key_transposed_, false, prob, kGradKeys);
+    }
     scores.finish(prob, kGradKeys, i0, rows, j0, n, cap_slope_);
     matmul<T, false>(rows, n, p_.dim_v, grad_out_rows_, ld_v, value_transposed_, false, grad, kGradKeys);
     for (int64_t r = 0; r < rows; r++) gradient_row(r);
@@ -91,9 +99,13 @@ class GradTile {
       for (int64_t j = n; j < padded<T>(n); j++) factor[j] = T(0);
     }
     T *p_row = prob + r * kGradKeys, *g_row = grad + r * kGradKeys;
-    const T lse = lse_[r], delta = delta_[r];
+    const T row_max = max_[r], log_sum = log_sum_[r], delta = delta_[r];
+    Vec<T> total = {};
     for (int64_t j = 0; j < padded<T>(n); j += kLanes<T>) {
-      const Vec<T> p = exp2<T>(load(p_row + j) - lse);
+      // At most 0 but for rounding, which grows with the logits.
+      const Vec<T> exponent = load(p_row + j) - row_max - log_sum;
+      const Vec<T> p = exp<T>(exponent > T(0) ? Vec<T>{} : exponent);
+      total += p;
       Vec<T> dp = load(g_row + j), dropped = p;
       if (drops) {
         dp *= load(factor + j);
@@ -104,27 +116,27 @@ class GradTile {
                p == Vec<T>{} ? Vec<T>{} : ds);  // hidden keys have no gradient, whatever V holds there
       store<T>(p_row + j, dropped);
     }
+    if (has_panels_ && reduce_add<T>(total) == T(0)) clear_grad_out_panel_row(r);
   }
 
-  // The gradient of a row that attends to nothing must not reach dV, even where it is NaN (0 * NaN).
-  void clear_empty_rows() {
-    for (int64_t r = 0; r < rows; r++) {
-      if (lse_[r] != infinity<T>()) continue;
-      T* panel = grad_out_panels;
-      for (int64_t d0 = 0; d0 < p_.dim_v; d0 += kPanel<T>) {
-        const int64_t w = padded<T>(min(kPanel<T>, p_.dim_v - d0));
-        for (int64_t d = 0; d < w; d++) panel[r * w + d] = T(0);
-        panel += rows * w;
-      }
+  // The gradient of a row that attends to nothing here must not reach dV, even where it is NaN (0 * NaN).
+  void clear_grad_out_panel_row(int64_t r) {
+    T* panel = grad_out_panels;
+    for (int64_t d0 = 0; d0 < p_.dim_v; d0 += kPanel<T>) {
+      const int64_t w = padded<T>(min(kPanel<T>, p_.dim_v - d0));
+      for (int64_t d = 0; d < w; d++) panel[r * w + d] = T(0);
+      panel += rows * w;
     }
   }
 
   const AttentionParams& p_;
   const BackwardIO& io_;
   const RowState<T>& state_;
-  int64_t b_ = 0, h_ = 0;
+  int64_t b_ = 0, h_ = 0, h_kv_ = 0;
+  bool has_panels_ = false;
+  const bool few_;
   T *q_rows_, *grad_out_rows_, *key_transposed_, *value_transposed_, *strip_, *cap_slope_ = nullptr;
-  const T *lse_ = nullptr, *delta_ = nullptr;
+  const T *max_ = nullptr, *log_sum_ = nullptr, *delta_ = nullptr;
 
  public:
   const int64_t ld_q, ld_v;

@@ -1,9 +1,9 @@
 // From raw products to logits: softcap, bias, float mask, ALiBi, and which keys each query may see.
-// Logits are kept in base 2 (times log2 e), so that exp2 is all the softmax needs.
 namespace attn_ext {
 namespace ATTN_ISA {
 
-constexpr double kLog2E = 1.44269504088896340736, kLn2 = 0.69314718055994530942;
+template <class T>
+constexpr T kLargest = sizeof(T) == 4 ? T(3.4028234663852886e38) : T(1.7976931348623157e308);
 
 // Keys a block of the inner loop: a block of K^T and of V at D 64, two tiles of 48 rows of scores and the output
 // rows stay below 300 KiB in float, inside the L2 cache of every machine of the last ten years. A multiple of 8,
@@ -19,8 +19,7 @@ class Scores {
  public:
   Scores(const AttentionParams& p, int64_t b, int64_t h)
       : p_(p), b_(b), h_(h), keys_(p.valid_keys(b)), queries_(p.valid_queries(b)) {
-    if (p.alibi_slopes.present)
-      slope_ = T(kLog2E) * read_one<T>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
+    if (p.alibi_slopes.present) slope_ = read_one<T>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
   }
 
   // Keys that the causal, window and length rules let query i see: always one interval.
@@ -52,7 +51,7 @@ class Scores {
     return end > begin ? KeyRange{begin, end} : KeyRange{0, 0};
   }
 
-  // Turns the products s (rows i0 .. i0+rows, keys j0 .. j0+n; scale * log2 e already inside) into logits in place.
+  // Turns the products s (rows i0 .. i0+rows, keys j0 .. j0+n; scale already inside) into logits in place.
   // Hidden keys, and the columns from n up to padded(n), become -inf. With softcap and `slope_of_cap` given, writes
   // the derivative d(capped)/d(raw) there, which the backward needs.
   void finish(T* s, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int64_t n, T* slope_of_cap) const {
@@ -84,7 +83,8 @@ class Scores {
 
  private:
   void cap(T* row, int64_t n, T* slope) const {
-    const T limit = T(p_.softcap * kLog2E), inverse = T(1.0 / (p_.softcap * kLog2E));
+    // Both factors finite: beyond that a huge cap changes nothing, and a tiny one takes only the sign.
+    const T limit = T(p_.softcap), inverse = limit > T(1) / kLargest<T> ? T(1) / limit : kLargest<T>;
     for (int64_t j = 0; j < n; j += kLanes<T>) {
       const Vec<T> t = tanh<T>(load(row + j) * inverse);
       store<T>(row + j, t * limit);
@@ -97,7 +97,7 @@ class Scores {
     T values[kBlockKeys];
     read_strided<T>(term.at(b_, h_, i, j0), term.dtype, term.stride[3], n, values);
     for (int64_t j = 0; j < n; j++) {
-      row[j] = values[j] == -infinity<T>() ? -infinity<T>() : row[j] + T(kLog2E) * values[j];
+      row[j] = values[j] == -infinity<T>() ? -infinity<T>() : row[j] + values[j];
     }
   }
 

@@ -137,7 +137,8 @@ ATTN_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
 
 // 2^x: x = n + f with n an integer and |f| <= 1/2; 2^f by its Taylor series sum (f ln 2)^k / k!, whose first left-out
 // term is below half an ulp (degree 7: 5e-9, degree 13: 4e-18); 2^n by adding n to the exponent field.
-// For x <= 0. Results below the smallest normal number, and 2^-inf, are 0. NaN stays NaN.
+// For x <= 0. Results below the smallest normal number, and 2^-inf, are 0. NaN stays NaN: it must not go through the
+// integer addition, where its bits could turn into those of a number.
 template <class T>
 constexpr T taylor_exp2(int k) {
   double c = 1.0;
@@ -160,18 +161,27 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   const Vec<T> f = x - (shifted - S::kMagic);
   const Vec<T> p = exp2_series<T, 0>(f);
   const IntVec<T> bits = (IntVec<T>)p + ((IntVec<T>)shifted << S::kMantissa);
-  return x < S::kMinExponent ? Vec<T>{} : (Vec<T>)bits;
+  return x >= S::kMinExponent ? (Vec<T>)bits : (x == x ? Vec<T>{} : x);
 }
 
-// tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|). Absolute error of an ulp of 1, which is what a logit
-// that is multiplied by the cap needs.
+// e^x for x <= 0. The factor log2 e comes last, on the difference to a row's maximum, and not into the logits: those may
+// be as large as finfo.max, and would overflow.
+constexpr double kLog2E = 1.44269504088896340736;
+template <class T>
+ATTN_INLINE Vec<T> exp(Vec<T> x) {
+  return exp2<T>(x * T(kLog2E));
+}
+
+// tanh(x) = -sign(x) e / (2 + e) with e = exp(-2 |x|) - 1. Where the exponent needs no whole power of 2, e comes from
+// the series without its leading 1, so that small x keep their relative accuracy: the result is multiplied by a cap
+// that may be huge.
 template <class T>
 ATTN_INLINE Vec<T> tanh(Vec<T> x) {
-  constexpr T kTwoLog2E = T(2 * 1.44269504088896340736);
   const Vec<T> magnitude = x < T(0) ? -x : x;
-  const Vec<T> e = exp2<T>(magnitude * -kTwoLog2E);
-  const Vec<T> t = (T(1) - e) / (T(1) + e);
-  return x < T(0) ? -t : t;
+  const Vec<T> y = magnitude * T(-2 * kLog2E);
+  const Vec<T> e = y > T(-0.5) ? exp2_series<T, 1>(y) * y : exp2<T>(y) - T(1);
+  const Vec<T> t = e / (T(2) + e);
+  return x < T(0) ? t : -t;
 }
 
 }  // namespace ATTN_ISA
