@@ -33,7 +33,7 @@ class Options(NamedTuple):
 def attention(
     q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, options
 ):  # fmt: skip
-    """(out, lse, lse_parts) of canonical arguments, differentiable in q, k, v, bias, float_mask, alibi_slopes and sinks.
+    """(out, lse, lse_parts) of canonical arguments; out and lse are differentiable in the floating ones.
 
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); bias, float_mask, bool_mask 4-D with axes of full
     size or 1; alibi_slopes (Hq,) or (B, Hq); sinks (Hq,); key_lengths and query_lengths (B,) int64; rng_state
@@ -50,7 +50,7 @@ def attention(
 
 
 def _distinct(tensors):
-    """The same tensors without repetition: Dynamo refuses a Function that gets one twice, as in f(x, x, x)."""
+    """The same tensors, none of them twice: Dynamo refuses a Function of (x, x, x)."""
     found = []
     for t in tensors:
         found.append(t.view_as(t) if t is not None and any(t is other for other in found) else t)
@@ -60,8 +60,9 @@ def _distinct(tensors):
 def _derivative_wanted(tensors):
     """Whether any kind of derivative may be taken of this call."""
     if torch.compiler.is_compiling():
-        # Dynamo of torch 2.14 drops the backward of a Function that is called under torch.func.grad: a wrong gradient
-        # without a word. It cannot trace this question there, so the graph breaks and eager code answers.
+        # Dynamo of torch 2.14 drops the backward of a Function that is called under torch.func.grad: a wrong
+        # gradient without a word. It cannot trace this question there, so the graph breaks and eager code
+        # answers.
         torch._C._functorch.maybe_current_level()
         return True
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -146,7 +147,8 @@ def _backward_backward(ctx, *cotangents):
 class _Attention(torch.autograd.Function):
     """The forward op with its derivative, in the form that torch.func's transforms and Dynamo take."""
 
-    # Named arguments: Dynamo of torch 2.14 takes the first of *args for a ctx when nothing requires a gradient.
+    # Named arguments: Dynamo of torch 2.14 takes the first of *args for a ctx when nothing requires a
+    # gradient.
     @staticmethod
     def forward(
         q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
@@ -154,7 +156,8 @@ class _Attention(torch.autograd.Function):
     ):  # fmt: skip
         return _below_autograd(
             torch.ops.attn_ext.attention_forward, q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks,
-            key_lengths, query_lengths, rng_state, scale, softcap, causal, window_left, window_right, dropout_p,
+            key_lengths, query_lengths, rng_state, scale, softcap, causal, window_left, window_right,
+            dropout_p,
         )  # fmt: skip
 
     setup_context = staticmethod(_save_forward)
@@ -172,8 +175,8 @@ class _AttentionBackward(torch.autograd.Function):
     backward = staticmethod(_backward_backward)
 
 
-# The raw ops have the same derivatives, so that a call of torch.ops.attn_ext.* by itself loses no gradient; under
-# torch.func's transforms torch refuses them, which is why the functions above do not rely on this.
+# The raw ops have the same derivatives, so that a call of torch.ops.attn_ext.* by itself loses no gradient;
+# under torch.func's transforms torch refuses them, which is why the functions above do not rely on this.
 torch.library.register_autograd("attn_ext::attention_forward", _forward_backward, setup_context=_save_forward)
 torch.library.register_autograd(
     "attn_ext::attention_backward", _backward_backward, setup_context=_save_backward
@@ -193,9 +196,9 @@ class _Problem(NamedTuple):
     def differentiate(self, cotangents, wanted, corner=(0, 0)):
         """d<cotangents, gradients(tensors)> / d tensors, for those that are wanted; None for the others.
 
-        cotangents: one for each of q, k, v, bias, float_mask, alibi_slopes, sinks, None meaning zero. ``corner`` is the
-        (batch, query head) of the first element, which dropout's mask depends on. Differentiable again, and under
-        torch.func's transforms: both derivatives are torch.func.vjp.
+        cotangents: one for each of q, k, v, bias, float_mask, alibi_slopes, sinks, None meaning zero.
+        ``corner`` is the (batch, query head) of the first element, which dropout's mask depends on.
+        Differentiable again, and under torch.func's transforms: both derivatives are torch.func.vjp.
         """
         chosen = [n for n, want in enumerate(wanted) if want]
         active = [n for n, c in enumerate(cotangents) if c is not None]

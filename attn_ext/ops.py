@@ -4,10 +4,10 @@ The schemas and CPU kernels are registered by ``attn_ext._C`` (csrc/torch_ops.cp
 arguments; :mod:`attn_ext.autograd` registers their derivatives.
 
 * ``attention_forward(q, k, v, <options>) -> (out, lse, lse_parts)``: lse_parts (B, Hq, Nq, 2) is each row's
-  maximum and the log of its sum relative to that, of which lse is the rounded sum, for the backward.
-* ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, <options>, output_mask) -> 7 gradients``: of q,
-  k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come back
-  with 0 elements.
+  maximum and the log of its sum relative to that, for the backward; lse is the rounded sum of the two.
+* ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, <options>, output_mask)`` -> gradients of
+  q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
+  back with 0 elements.
 """
 
 import torch

@@ -72,8 +72,11 @@ def oracle(
     nothing = torch.isneginf(s).all(3)
     logits = s.masked_fill(nothing[..., None], 0)
     p = torch.softmax(logits, 3).masked_fill(nothing[..., None], 0)[..., :len_k]
-    # Not torch.logsumexp: its derivative exp(logits - lse) is wrong by log n where the LSE swallows it (finfo.min).
-    top = logits.detach().amax(3, keepdim=True) if logits.shape[3] else logits.new_zeros((*logits.shape[:3], 1))
+    # Not torch.logsumexp: its derivative exp(logits - lse) is wrong by log n where the LSE swallows it
+    # (finfo.min).
+    top = (
+        logits.detach().amax(3, keepdim=True) if logits.shape[3] else logits.new_zeros((*logits.shape[:3], 1))
+    )
     lse = (torch.exp(logits - top).sum(3).log() + top[..., 0]).masked_fill(nothing, -math.inf)
     used = p if keep is None else p * keep.to(dtype)
     out = torch.einsum("bhij,bhjd->bhid", used, v).masked_fill(~seen.any(3)[..., None], 0)

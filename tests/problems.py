@@ -1,4 +1,6 @@
-"""Random attention problems: shapes, strides and options in every combination, for Hypothesis to draw and shrink."""
+"""Random attention problems: shapes, strides and options in every combination, for Hypothesis to draw and
+shrink.
+"""
 
 import dataclasses
 import random
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 import attn_ext
 from attn_ext import reference
 
-# Around the edges of the kernels: vectors of 2 to 16 lanes, register blocks of 6 rows, panels of 4 to 64 columns,
-# tiles of 48, 96 and 192 queries and of 128 and 256 keys.
+# Around the edges of the kernels: vectors of 2 to 16 lanes, register blocks of 6 rows, panels of 4 to 64
+# columns, tiles of 48, 96 and 192 queries and of 128 and 256 keys.
 LENGTHS = [0, 1, 2, 3, 4, 5, 7, 16, 17, 47, 49, 97, 127, 129, 193, 257, 300]
 HEAD_DIMS = [1, 2, 3, 5, 8, 16, 17, 31, 33, 64, 65, 80, 129]
 
@@ -25,7 +27,7 @@ class Problem:
         return attn_ext.attention(**self.tensors, **self.options, return_lse=True)
 
     def run_reference(self, dtype=torch.float64):
-        """(out, lse) of the reference on the same numbers in ``dtype``, and the tensors it was computed from."""
+        """(out, lse) of the reference on the same numbers in ``dtype``, and the tensors that took part."""
         tensors = {}
         for name, t in self.tensors.items():
             tensors[name] = t
@@ -98,7 +100,9 @@ def problems(draw, dtype=torch.float64):
 
 
 def gradients(outputs, tensors, seed):
-    """Gradients of a random linear function of (out, lse) with respect to the tensors that require them, by name."""
+    """Gradients of a random linear function of (out, lse) with respect to the tensors that require them, by
+    name.
+    """
     generator = torch.Generator().manual_seed(seed)
     loss = 0
     for x in outputs:

@@ -1,4 +1,6 @@
-"""The fused kernels against the reference formula, over random shapes, strides and options, in all four dtypes."""
+"""The fused kernels against the reference formula, over random shapes, strides and options, in all four
+dtypes.
+"""
 
 import itertools
 
@@ -15,7 +17,7 @@ COMMON = settings(deadline=None, suppress_health_check=list(HealthCheck), derand
 
 
 def compare(got, want, tolerance):
-    """-inf where -inf is due, else within tolerance of the largest value, which is what rounding scales with."""
+    """-inf where -inf is due, else within tolerance of the largest value: rounding scales with it."""
     assert got.shape == want.shape
     want = want.to(torch.float64)
     infinite = want == -torch.inf
@@ -43,8 +45,8 @@ def test_random_float64(problem, seed):
     check(problem, seed, 1e-10)
 
 
-# 2e-4: float32 rounding (6e-8) of logits up to 50 is a relative error of 3e-6 in a probability, times cancellation in
-# dS = P (dP - delta) and sums over 300 rows.
+# 2e-4: float32 rounding (6e-8) of logits up to 50 is a relative error of 3e-6 in a probability, times
+# cancellation in dS = P (dP - delta) and sums over 300 rows.
 @settings(COMMON, max_examples=150)
 @given(problems(torch.float32), st.integers(0, 2**32))
 def test_random_float32(problem, seed):
@@ -92,7 +94,9 @@ def test_error_is_at_most_twice_that_of_the_plain_formula(dtype, len_q, len_k, h
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_softmax_of_growing_scores(dtype):
-    """Every key block raises the maximum, so every block rescales; a missed rescale is off by orders of magnitude."""
+    """Every key block raises the maximum, so every block rescales; a missed rescale is off by orders of
+    magnitude.
+    """
     n = 1000
     q = torch.ones(1, 1, 5, 4, dtype=dtype)
     k = torch.linspace(-400, 400, n, dtype=dtype)[None, None, :, None].expand(1, 1, n, 4)

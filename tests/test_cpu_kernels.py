@@ -1,4 +1,6 @@
-"""What the CPU kernels promise beyond right numbers: one result for any thread count, every build, O(N) memory."""
+"""What the CPU kernels promise beyond right numbers: one result for any thread count, every build, O(N)
+memory.
+"""
 
 import os
 import subprocess
@@ -74,35 +76,28 @@ def test_many_python_threads_at_once():
     assert not wrong
 
 
-@pytest.mark.parametrize("isa", [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()])
-def test_the_other_instruction_sets(isa):
-    """The comparison with the reference again, on every other build that this machine can run."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "test_attention.py"),
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "ATTN_EXT_CPU_ISA": isa},
-        cwd=HERE.parent,
+def python(*arguments, **environment):
+    """Runs another Python on the attn_ext under test."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("isa", [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()])
+def test_the_other_instruction_sets(isa):
+    """The comparison with the reference again, on every other build that this machine can run."""
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_attention.py")]
+    done = python(*tests, ATTN_EXT_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_unknown_instruction_set_is_refused():
     code = "import torch, attn_ext; q = torch.ones(1, 1, 1, 1); attn_ext.attention(q, q, q)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "ATTN_EXT_CPU_ISA": "mmx"}, cwd=HERE.parent, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    done = python("-c", code, ATTN_EXT_CPU_ISA="mmx")
     assert done.returncode == 1
     assert "ATTN_EXT_CPU_ISA=mmx" in done.stderr
     assert "it can run:" in done.stderr
@@ -130,10 +125,10 @@ print(run(int(sys.argv[1]), getattr(torch, sys.argv[2])))
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_linear_in_length(dtype):
-    """32768 keys: the score matrix would take 4 GiB. Out, three gradients and what autograd keeps take 48 MiB in
-    float32; everything on top must stay below the 200 MB that design allows."""
-    done = subprocess.run([sys.executable, "-c", MEMORY, "32768", dtype], capture_output=True, text=True, check=True,
-                          cwd=HERE.parent)  # fmt: skip
+    """32768 keys: the score matrix would take 4 GiB. Out, three gradients and what autograd keeps take 48 MiB
+    in float32; all of it and what comes on top must stay below the 200 MB that the design allows."""
+    done = python("-c", MEMORY, "32768", dtype)
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 200
 
 

@@ -1,4 +1,6 @@
-"""First and second derivatives in float64 by finite differences, with every option on, and what autograd is used for."""
+"""First and second derivatives in float64 by finite differences, with every option on, and what autograd is
+used for.
+"""
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ OPTIONS = {
 def tensors(*names):
     generator = torch.Generator().manual_seed(0)
     shapes = {
-        "q": (B, HQ, NQ, D), "k": (B, HKV, NK, D), "v": (B, HKV, NK, DV), "bias": (1, HQ, NQ, NK), "mask": (B, 1, 1, NK),
-        "alibi_slopes": (HQ,), "sinks": (HQ,),
+        "q": (B, HQ, NQ, D), "k": (B, HKV, NK, D), "v": (B, HKV, NK, DV), "bias": (1, HQ, NQ, NK),
+        "mask": (B, 1, 1, NK), "alibi_slopes": (HQ,), "sinks": (HQ,),
     }  # fmt: skip
     made = [
         torch.randn(shapes[n], generator=generator, dtype=torch.float64, requires_grad=True) for n in names
@@ -55,7 +57,7 @@ def test_gradcheck(options, names):
 @pytest.mark.parametrize("scores_at_a_time", [1 << 22, HQ * NQ * NK, 1], ids=["whole", "samples", "heads"])
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
 def test_gradgradcheck(options, scores_at_a_time, monkeypatch):
-    """Cut into samples or heads too: a part that sees the wrong slice, or the wrong dropout mask, is far off."""
+    """Cut into samples or heads too: a part with the wrong slice or dropout mask is far off."""
     monkeypatch.setattr(autograd, "SECOND_DERIVATIVE_SCORES", scores_at_a_time)
     inputs = tensors(*NAMES)
     assert gradgradcheck(
@@ -128,7 +130,9 @@ def test_saved_tensors_are_linear_in_length():
 
 
 def test_only_wanted_gradients():
-    """Each subset of (q, k, v), against the gradients of all three: none missing, none too many, none different."""
+    """Each subset of (q, k, v), against the gradients of all three: none missing, none too many, none
+    different.
+    """
     inputs = [t.detach() for t in tensors("q", "k", "v").values()]
     everything = [t.clone().requires_grad_() for t in inputs]
     want = torch.autograd.grad(attn_ext.attention(*everything, causal=True).sin().sum(), everything)

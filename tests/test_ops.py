@@ -25,7 +25,8 @@ def arguments(full):
     )
     lengths, rng = (torch.tensor([7, 3]), torch.tensor([6, 2])), torch.tensor([5, 11])
     return (
-        q, k, v, bias, float_mask, bool_mask, torch.rand(4), torch.rand(4), *lengths, rng, 0.3, 2.0, 2, 4, -1, 0.2
+        q, k, v, bias, float_mask, bool_mask, torch.rand(4), torch.rand(4), *lengths, rng,
+        0.3, 2.0, 2, 4, -1, 0.2,
     )  # fmt: skip
 
 
@@ -98,7 +99,9 @@ def test_compile_sdpa_and_dropout():
 
 @pytest.mark.compile
 def test_compiled_torch_func_grad_is_right():
-    """Dynamo drops the backward of an autograd.Function under torch.func.grad: a silent zero, unless the graph breaks."""
+    """Dynamo drops the backward of an autograd.Function under torch.func.grad: a silent zero, unless the
+    graph breaks.
+    """
     torch._dynamo.reset()
     q = torch.randn(1, 2, 6, 4)
 
