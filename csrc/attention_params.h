@@ -85,11 +85,12 @@ struct ForwardOutput {
 
 // Gradients are written where `present`; the others are neither computed nor touched.
 struct BackwardIO {
-  StridedView grad_out;                    // (B, Hq, Nq, Dv), last stride 1
-  StridedView grad_lse;                    // optional (B, Hq, Nq)
-  StridedView out, lse_parts;              // what forward returned
-  StridedView grad_q, grad_k, grad_v;      // last stride 1
-  StridedView grad_bias, grad_float_mask;  // shapes of their inputs: `size` says which axes are reduced
+  StridedView grad_out;                // (B, Hq, Nq, Dv), last stride 1
+  StridedView grad_lse;                // optional (B, Hq, Nq)
+  StridedView out, lse_parts;          // what forward returned
+  StridedView grad_q, grad_k, grad_v;  // last stride 1
+  // Of the shapes of their inputs (`size` says which axes are reduced), but in float32 for half types too.
+  StridedView grad_bias, grad_float_mask;
   int64_t bias_size[4] = {1, 1, 1, 1}, float_mask_size[4] = {1, 1, 1, 1};
   StridedView grad_alibi_slopes;  // (B or 1, Hq)
   int64_t alibi_batch = 1;

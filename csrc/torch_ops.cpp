@@ -249,24 +249,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
     grads[2] = empty_heads(v, p.batch, p.heads_kv, p.len_k, p.dim_v);
     io.grad_v = views.rows(grads[2], "grad_v");
   }
-  // The gradient of an optional tensor: contiguous, in its shape and dtype.
-  const auto gradient_of = [&](const OptionalTensor& t, int bit, Tensor& grad, StridedView& view) {
+  // The gradient of an optional tensor: contiguous, in its shape, in the dtype given.
+  const auto gradient_of = [&](const OptionalTensor& t, int bit, ScalarType dtype, Tensor& grad,
+                               StridedView& view) {
     if (!(output_mask & bit)) return;
     STD_TORCH_CHECK(t.has_value(),
                     "attn_ext: output_mask asks for the gradient of a tensor that was not given");
     std::vector<int64_t> size;
     for (int64_t axis = 0; axis < t->dim(); axis++) size.push_back(t->size(axis));
-    grad = empty_of(q, size, t->scalar_type());
+    grad = empty_of(q, size, dtype);
     view = views.strided(grad, "gradient");
   };
-  gradient_of(bias, kBias, grads[3], io.grad_bias);
-  gradient_of(float_mask, kFloatMask, grads[4], io.grad_float_mask);
+  // Where many scores add up to one element, in float32; the caller's dtype comes at the end.
+  const ScalarType sum_dtype = p.q.dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
+  gradient_of(bias, kBias, sum_dtype, grads[3], io.grad_bias);
+  gradient_of(float_mask, kFloatMask, sum_dtype, grads[4], io.grad_float_mask);
   for (int64_t axis = 0; axis < 4; axis++) {
     if (bias) io.bias_size[axis] = bias->size(axis);
     if (float_mask) io.float_mask_size[axis] = float_mask->size(axis);
   }
-  gradient_of(alibi_slopes, kAlibiSlopes, grads[5], io.grad_alibi_slopes);
-  gradient_of(sinks, kSinks, grads[6], io.grad_sinks);
+  gradient_of(alibi_slopes, kAlibiSlopes, alibi_slopes ? alibi_slopes->scalar_type() : sum_dtype, grads[5],
+              io.grad_alibi_slopes);
+  gradient_of(sinks, kSinks, sinks ? sinks->scalar_type() : sum_dtype, grads[6], io.grad_sinks);
   if (alibi_slopes && (output_mask & kAlibiSlopes)) {
     io.alibi_batch = alibi_slopes->dim() == 2 ? p.batch : 1;
     io.grad_alibi_slopes.stride[0] = alibi_slopes->dim() == 2 ? p.heads_q : 0;
@@ -277,6 +281,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   const Tensor workspace = empty_of(q, {backward_workspace_bytes(p)}, ScalarType::Byte);
   io.workspace = workspace.data_ptr();
   cpu_kernels().backward(p, io, torch_threads());
+  if (output_mask & kBias) grads[3] = torch::stable::to(grads[3], bias->scalar_type());
+  if (output_mask & kFloatMask) grads[4] = torch::stable::to(grads[4], float_mask->scalar_type());
   return {grads[0], grads[1], grads[2], grads[3], grads[4], grads[5], grads[6]};
 }
 

@@ -1,4 +1,5 @@
-// Backward: gradients of q, k, v, ALiBi slopes and sinks. (bias_backward.h: the bias.)
+// Backward: gradients of q, k, v, ALiBi slopes, sinks, and of a bias that has every query, key and head; bias_backward.h
+// has the other biases.
 //
 // dK and dV of a key block add up over queries; dQ of a query tile adds up over keys. One pass over all tiles serves
 // both when a thread owns a whole KV head: five products a tile. With fewer KV heads than threads, dK/dV and dQ take
@@ -13,15 +14,28 @@ class Backward {
   Backward(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* alibi_parts)
       : p_(p), io_(io), state_(state), alibi_parts_(alibi_parts), key_blocks_(ceil_div(p.len_k, kGradKeys)),
         want_q_(io.grad_q.present), want_k_(io.grad_k.present), want_v_(io.grad_v.present),
-        want_alibi_(io.grad_alibi_slopes.present) {}
+        want_alibi_(io.grad_alibi_slopes.present) {
+    add_bias(io.grad_bias, io.bias_size);
+    add_bias(io.grad_float_mask, io.float_mask_size);
+  }
+
+  // Whether a bias takes its gradient from the tiles as they come: each dS belongs to one element of it, or to one of
+  // each sample. Then it costs no product of its own.
+  static bool takes_tiles(const AttentionParams& p, const int64_t (&size)[4]) {
+    return p.batch > 0 && (size[0] == p.batch || size[0] == 1) && size[1] == p.heads_q &&
+           size[2] == p.len_q && size[3] == p.len_k;
+  }
 
   void run(const Threads& threads) {
-    const bool want_keys = want_k_ || want_v_ || want_alibi_;
+    const bool want_keys = want_k_ || want_v_ || want_alibi_ || biases_ > 0;
     if (!want_keys && !want_q_) return;
-    const int64_t kv_heads = p_.batch * p_.heads_kv, products = score_products(p_);
+    // A unit has one sample, or all of them in turn, where a bias adds up over samples.
+    const int64_t samples = shared_bias_ ? p_.batch : 1, batches = p_.batch / max(samples, 1);
+    const int64_t kv_heads = batches * p_.heads_kv, products = score_products(p_);
     if (want_keys && want_q_ && kv_heads >= threads.count) {
-      for_each_unit(threads, kv_heads, products,
-                    [&](int64_t unit) { whole_head(unit / p_.heads_kv, unit % p_.heads_kv); });
+      for_each_unit(threads, kv_heads, products, [&](int64_t unit) {
+        for (int64_t s = 0; s < samples; s++) whole_head(unit / p_.heads_kv + s, unit % p_.heads_kv);
+      });
       return;
     }
     if (want_keys) {
@@ -29,7 +43,9 @@ class Backward {
       for_each_unit(threads, key_blocks_ * kv_heads, products, [&](int64_t unit) {
         GradTile<T> tile(p_, io_, state_);
         const int64_t head = unit % kv_heads;
-        key_block(tile, head / p_.heads_kv, head % p_.heads_kv, unit / kv_heads, nullptr, 0, 0);
+        for (int64_t s = 0; s < samples; s++) {
+          key_block(tile, head / p_.heads_kv + s, head % p_.heads_kv, unit / kv_heads, nullptr, 0, 0);
+        }
       });
     }
     if (want_q_) {
@@ -63,7 +79,7 @@ class Backward {
     }
   }
 
-  // dK, dV and ALiBi's share of one key block; adds to dQ when `grad_q` is given.
+  // dK, dV, dBias and ALiBi's share of one key block; adds to dQ when `grad_q` is given.
   void key_block(GradTile<T>& tile, int64_t b, int64_t h_kv, int64_t block, T* grad_q, int64_t head_stride,
                  int64_t ld) {
     const int64_t j0 = block * kGradKeys, keys = min(kGradKeys, p_.len_k - j0);
@@ -76,6 +92,7 @@ class Backward {
     for (int64_t g = 0; g < group; g++) {
       const int64_t h = h_kv * group + g;
       const Scores<T> scores(p_, b, h);
+      clear_bias(b, h, j0, keys);
       double alibi = 0;
       for (int64_t i0 = 0; n > 0 && i0 < scores.valid_queries(); i0 += kGradRows) {
         const int64_t rows = min(kGradRows, scores.valid_queries() - i0);
@@ -83,6 +100,7 @@ class Backward {
         tile.set_queries(b, h, i0, rows, true);
         tile.compute(scores);
         if (want_alibi_) alibi -= weighted_distance(tile);
+        add_to_bias(tile, b, h);
         if (want_v_)
           matmul<T, true>(n, p_.dim_v, rows, tile.prob, kGradKeys, tile.grad_out_panels, true, grad_v,
                           tile.ld_v);
@@ -124,6 +142,30 @@ class Backward {
     write_scaled(io_.grad_q, b, h, i0, rows, p_.dim_qk, grad_q, tile.ld_q, T(p_.scale));
   }
 
+  void add_bias(const StridedView& grad, const int64_t (&size)[4]) {
+    if (!grad.present || !takes_tiles(p_, size)) return;
+    bias_[biases_++] = &grad;
+    shared_bias_ = shared_bias_ || size[0] != p_.batch;
+  }
+
+  // A gradient that adds up over samples has batch stride 0: the first sample clears it for all.
+  void clear_bias(int64_t b, int64_t h, int64_t j0, int64_t keys) const {
+    for (int t = 0; t < biases_; t++) {
+      if (b > 0 && bias_[t]->stride[0] == 0) continue;
+      for (int64_t i = 0; i < p_.len_q; i++) clear(reinterpret_cast<T*>(bias_[t]->at(b, h, i, j0)), keys);
+    }
+  }
+
+  void add_to_bias(const GradTile<T>& tile, int64_t b, int64_t h) const {
+    for (int t = 0; t < biases_; t++) {
+      for (int64_t r = 0; r < tile.rows; r++) {
+        T* target = reinterpret_cast<T*>(bias_[t]->at(b, h, tile.i0 + r, tile.j0));
+        const T* grad = tile.grad + r * kGradKeys;
+        for (int64_t j = 0; j < tile.n; j++) target[j] += grad[j];
+      }
+    }
+  }
+
   static bool meets(const Scores<T>& scores, int64_t i0, int64_t rows, int64_t j0, int64_t n) {
     const KeyRange range = scores.visible(i0, rows);
     return range.begin < j0 + n && range.end > j0;
@@ -162,6 +204,9 @@ class Backward {
   double* const alibi_parts_;
   const int64_t key_blocks_;
   const bool want_q_, want_k_, want_v_, want_alibi_;
+  const StridedView* bias_[2] = {};  // gradients that take tiles, in T, last stride 1
+  int biases_ = 0;
+  bool shared_bias_ = false;
 };
 
 // lse and delta of every row; the sinks' gradient falls out on the way:
@@ -214,9 +259,12 @@ void backward(const AttentionParams& p, const BackwardIO& io, const Threads& thr
 
   prepare_rows<T>(p, io, state, sink_parts, threads);
   Backward<T>(p, io, state, alibi_parts).run(threads);
-  if (io.grad_bias.present) bias_backward<T>(p, io, state, io.grad_bias, io.bias_size, threads);
-  if (io.grad_float_mask.present)
+  if (io.grad_bias.present && !Backward<T>::takes_tiles(p, io.bias_size)) {
+    bias_backward<T>(p, io, state, io.grad_bias, io.bias_size, threads);
+  }
+  if (io.grad_float_mask.present && !Backward<T>::takes_tiles(p, io.float_mask_size)) {
     bias_backward<T>(p, io, state, io.grad_float_mask, io.float_mask_size, threads);
+  }
 
   if (io.grad_sinks.present) {
     for (int64_t h = 0; h < p.heads_q; h++) {

@@ -1,7 +1,7 @@
-// Gradient of a bias (or float mask) in its own broadcast shape: dBias = dS summed over the axes along which the bias
-// has size 1. A unit owns one tile of the bias, visits every tile of scores that it was added to, in a fixed order,
+// Gradient of a bias (or float mask) that is broadcast over queries, keys or heads, in its own shape: dBias = dS summed
+// over the axes along which the bias has size 1. A unit owns one tile of the bias, visits every tile of scores that it was added to, in a fixed order,
 // and writes its sum once: nothing of the full size is stored, nothing is added by two threads. It costs two products
-// a tile on top of the other gradients, and only when a bias wants a gradient. Sums are in double.
+// a tile on top of the other gradients. Sums are in double.
 namespace attn_ext {
 namespace ATTN_ISA {
 
@@ -54,8 +54,7 @@ void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowStat
     }
     for (int64_t r = 0; r < rows_out; r++) {
       for (int64_t c = 0; c < columns_out; c++) {
-        const T value = T(sum[r * columns_out + c]);
-        write_row<T>(out.at(b_bias, h_bias, i_begin + r, j_begin + c), out.dtype, 1, &value);
+        *reinterpret_cast<T*>(out.at(b_bias, h_bias, i_begin + r, j_begin + c)) = T(sum[r * columns_out + c]);
       }
     }
   });
