@@ -1,10 +1,9 @@
 """The benchmarks run and measure what they name, as a developer starts them. No time is asserted."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from other_python import run_python
 
 import attn_ext
 
@@ -12,9 +11,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def run(script, *arguments):
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    env = {**os.environ, "PYTHONPATH": str(Path(attn_ext.__file__).parents[1])}  # the attn_ext that is tested
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    result = run_python(BENCHMARKS / script, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

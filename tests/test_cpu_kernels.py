@@ -3,20 +3,17 @@ memory.
 """
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from other_python import run_python
 
 import attn_ext
 from attn_ext import _C
 
 HERE = Path(__file__).parent
-# What another Python needs to import the very attn_ext that is tested here, installed or built in place.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(attn_ext.__file__).parents[1])}
 
 
 def run(threads, q, k, v, bias, **options):
@@ -76,28 +73,17 @@ def test_many_python_threads_at_once():
     assert not wrong
 
 
-def python(*arguments, **environment):
-    """Runs another Python on the attn_ext under test."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("isa", [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()])
 def test_the_other_instruction_sets(isa):
     """The comparison with the reference again, on every other build that this machine can run."""
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_attention.py")]
-    done = python(*tests, ATTN_EXT_CPU_ISA=isa)
+    done = run_python(*tests, ATTN_EXT_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_unknown_instruction_set_is_refused():
     code = "import torch, attn_ext; q = torch.ones(1, 1, 1, 1); attn_ext.attention(q, q, q)"
-    done = python("-c", code, ATTN_EXT_CPU_ISA="mmx")
+    done = run_python("-c", code, ATTN_EXT_CPU_ISA="mmx")
     assert done.returncode == 1
     assert "ATTN_EXT_CPU_ISA=mmx" in done.stderr
     assert "it can run:" in done.stderr
@@ -127,7 +113,7 @@ print(run(int(sys.argv[1]), getattr(torch, sys.argv[2])))
 def test_memory_is_linear_in_length(dtype):
     """32768 keys: the score matrix would take 4 GiB. Out, three gradients and what autograd keeps take 48 MiB
     in float32; all of it and what comes on top must stay below the 200 MB that the design allows."""
-    done = python("-c", MEMORY, "32768", dtype)
+    done = run_python("-c", MEMORY, "32768", dtype)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 200
 

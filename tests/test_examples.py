@@ -1,23 +1,17 @@
 """The examples run, as a user starts them; small, because what they must show needs minutes."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-import attn_ext
+from other_python import run_python
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_char_lm.py"
 SMALL = "--steps 3 --batch 4 --context 16 --width 16 --heads 2 --depth 2 --evaluation-batches 2 --sample 20"
 
 
 def run(*arguments):
-    command = [sys.executable, str(SCRIPT), *SMALL.split(), *arguments]
-    env = {**os.environ, "PYTHONPATH": str(Path(attn_ext.__file__).parents[1])}  # the attn_ext that is tested
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    result = run_python(SCRIPT, *SMALL.split(), *arguments)
     assert result.returncode == 0, result.stderr
     assert "3/3" in result.stderr or "--steps" in arguments
     return result.stdout

@@ -4,18 +4,15 @@ References are issues of other projects in which users met the fault.
 """
 
 import contextlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from oracle import HALF, assert_close, oracle, qkv, randn
+from other_python import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
 
 from attn_ext import attention, scaled_dot_product_attention
-
-from .oracle import HALF, assert_close, oracle, qkv, randn
 
 
 @pytest.fixture(autouse=True)
@@ -175,12 +172,8 @@ for function in (run, torch.compile(run, fullgraph=True)):
     results.append((out, *torch.autograd.grad(out.sum(), x)))
 torch.testing.assert_close(*results)
 """
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-        )
+        done = run_python("-c", program, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr[-3000:]
 
 

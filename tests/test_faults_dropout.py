@@ -7,12 +7,11 @@ import math
 
 import pytest
 import torch
+from oracle import DTYPES, check, dropout_factors, oracle, qkv, randn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from attn_ext import attention, scaled_dot_product_attention
-
-from .oracle import DTYPES, check, dropout_factors, oracle, qkv, randn
 
 
 def seeded(seed=1):

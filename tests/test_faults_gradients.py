@@ -10,13 +10,12 @@ import sys
 
 import pytest
 import torch
+from oracle import DTYPES, HALF, assert_close, check, oracle, qkv, randn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attn_ext import attention, scaled_dot_product_attention
-
-from .oracle import DTYPES, HALF, assert_close, check, oracle, qkv, randn
 
 
 def leaves(*args, **options):

@@ -9,12 +9,11 @@ import sys
 
 import pytest
 import torch
+from oracle import DTYPES, check, dropout_factors, oracle, pairs, qkv, randn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attn_ext import attention, scaled_dot_product_attention
-
-from .oracle import DTYPES, check, dropout_factors, oracle, pairs, qkv, randn
 
 
 def visible(len_q, len_k, **options):

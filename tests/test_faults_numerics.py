@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
+from oracle import DTYPES, HALF, check, oracle, qkv, randn
 from torch.nn import functional as F
 
 from attn_ext import attention, merge_attention, scaled_dot_product_attention
-
-from .oracle import DTYPES, HALF, check, oracle, qkv, randn
 
 INF, NAN = math.inf, math.nan
 

@@ -8,11 +8,10 @@ import threading
 
 import pytest
 import torch
+from oracle import DTYPES, HALF, check, oracle, qkv, randn
 from torch.nn import functional as F
 
 from attn_ext import attention, scaled_dot_product_attention
-
-from .oracle import DTYPES, HALF, check, oracle, qkv, randn
 
 FAR = 2**31  # the first offset that does not fit into 32 bits
 

@@ -6,14 +6,11 @@
 import copy
 import doctest
 import io
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from other_python import start_python
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -291,12 +288,8 @@ distributed.destroy_process_group()
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_distributed_data_parallel_of_two_processes(tmp_path):
-    command = [sys.executable, "-c", DDP_SCRIPT]
-    package = str(Path(attn_ext.__file__).parents[1])  # the processes import the attn_ext that is tested
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": package}
     processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, env=env)
-        for rank in range(2)
+        start_python("-c", DDP_SCRIPT, rank, tmp_path / "store", GLOO_SOCKET_IFNAME="lo") for rank in range(2)
     ]
     errors = [process.communicate(timeout=100)[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
