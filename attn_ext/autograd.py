@@ -11,6 +11,7 @@ Third and higher derivatives keep the whole reference graph.
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
 from . import reference
@@ -44,8 +45,16 @@ def attention(
     )  # fmt: skip
     if torch.compiler.is_compiling():
         tensors = _distinct(tensors)
-    if _derivative_wanted(tensors):
+        # Dynamo of torch 2.14 drops the backward of a Function that is called under torch.func.grad: a wrong
+        # gradient without a word. It cannot trace this question there, so the graph breaks and eager code
+        # answers.
+        torch._C._functorch.maybe_current_level()
         return _Attention.apply(*tensors, *options)
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        # The Function refuses what it cannot do; the raw op would drop a tangent without a word.
+        return _Attention.apply(*tensors, *options)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _EagerAttention.apply(*tensors, *options)
     return _below_autograd(torch.ops.attn_ext.attention_forward, *tensors, *options)
 
 
@@ -55,23 +64,6 @@ def _distinct(tensors):
     for t in tensors:
         found.append(t.view_as(t) if t is not None and any(t is other for other in found) else t)
     return tuple(found)
-
-
-def _derivative_wanted(tensors):
-    """Whether any kind of derivative may be taken of this call."""
-    if torch.compiler.is_compiling():
-        # Dynamo of torch 2.14 drops the backward of a Function that is called under torch.func.grad: a wrong
-        # gradient without a word. It cannot trace this question there, so the graph breaks and eager code
-        # answers.
-        torch._C._functorch.maybe_current_level()
-        return True
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    # Under torch.func's transforms and in forward mode the Function decides, and refuses what it cannot do.
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 def _below_autograd(op, *args):
@@ -161,6 +153,19 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
 
     setup_context = staticmethod(_save_forward)
+    backward = staticmethod(_forward_backward)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """The same for plain eager code, without the look-up of forward's signature that setup_context brings:
+    that costs more than a small call."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        output = _below_autograd(torch.ops.attn_ext.attention_forward, *args)
+        _save_forward(ctx, args, output)
+        return output
+
     backward = staticmethod(_forward_backward)
 
 

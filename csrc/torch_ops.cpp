@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <optional>
@@ -185,27 +186,41 @@ Threads torch_threads() {
   return threads;
 }
 
-// (B, H, N, D) laid out as (B, N, H, D): what the projection before and after attention wants.
-Tensor empty_heads(const Tensor& like, int64_t b, int64_t h, int64_t n, int64_t d) {
-  const std::vector<int64_t> size = {b, n, h, d};
-  return torch::stable::transpose(torch::stable::empty(size, like.scalar_type(), std::nullopt, like.device()),
-                                  1, 2);
+// An uninitialised CPU tensor. The C function behind it allocates directly; torch::stable::empty looks aten::empty up
+// by name, which a small call feels.
+Tensor empty(const std::vector<int64_t>& size, const std::vector<int64_t>& stride, ScalarType dtype) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(int64_t(size.size()), size.data(), stride.data(),
+                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+                               aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
 }
 
-Tensor empty_of(const Tensor& like, const std::vector<int64_t>& size, ScalarType dtype) {
-  return torch::stable::empty(size, dtype, std::nullopt, like.device());
+Tensor empty(const std::vector<int64_t>& size, ScalarType dtype) {
+  std::vector<int64_t> stride(size.size(), 1);
+  for (size_t axis = size.size(); axis-- > 1;) {
+    stride[axis - 1] = stride[axis] * std::max<int64_t>(size[axis], 1);
+  }
+  return empty(size, stride, dtype);
+}
+
+// (B, H, N, D) laid out as (B, N, H, D): what the projection before and after attention wants.
+Tensor empty_heads(int64_t b, int64_t h, int64_t n, int64_t d, ScalarType dtype) {
+  const int64_t row = std::max<int64_t>(d, 1), position = row * std::max<int64_t>(h, 1);
+  return empty({b, h, n, d}, {position * std::max<int64_t>(n, 1), row, position, 1}, dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, ATTN_OPTION_PARAMETERS) {
   Views views;
   const AttentionParams p = make_params(views, q, k, v, ATTN_OPTIONS);
-  Tensor out = empty_heads(q, p.batch, p.heads_q, p.len_q, p.dim_v);
-  Tensor lse = empty_of(q, {p.batch, p.heads_q, p.len_q},
-                        p.q.dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float);
+  Tensor out = empty_heads(p.batch, p.heads_q, p.len_q, p.dim_v, q.scalar_type());
+  Tensor lse = empty({p.batch, p.heads_q, p.len_q},
+                     p.q.dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float);
   ForwardOutput o;
   o.out = views.rows(out, "out");
   o.lse = views.strided(lse, "lse");
-  Tensor lse_parts = empty_of(q, {p.batch, p.heads_q, p.len_q, 2}, lse.scalar_type());
+  Tensor lse_parts = empty({p.batch, p.heads_q, p.len_q, 2}, lse.scalar_type());
   o.lse_parts = views.rows(lse_parts, "lse_parts");
   cpu_kernels().forward(p, o, torch_threads());
   return {out, lse, lse_parts};
@@ -236,17 +251,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
                   "attn_ext: grad_out and out must have q's dtype, lse_parts and grad_lse have lse's");
 
   std::vector<Tensor> grads;  // those that are not wanted have no elements; an op's results may not alias
-  for (int n = 0; n < 7; n++) grads.push_back(empty_of(q, {0}, q.scalar_type()));
+  for (int n = 0; n < 7; n++) grads.push_back(empty({0}, q.scalar_type()));
   if (output_mask & kQ) {
-    grads[0] = empty_heads(q, p.batch, p.heads_q, p.len_q, p.dim_qk);
+    grads[0] = empty_heads(p.batch, p.heads_q, p.len_q, p.dim_qk, q.scalar_type());
     io.grad_q = views.rows(grads[0], "grad_q");
   }
   if (output_mask & kK) {
-    grads[1] = empty_heads(k, p.batch, p.heads_kv, p.len_k, p.dim_qk);
+    grads[1] = empty_heads(p.batch, p.heads_kv, p.len_k, p.dim_qk, q.scalar_type());
     io.grad_k = views.rows(grads[1], "grad_k");
   }
   if (output_mask & kV) {
-    grads[2] = empty_heads(v, p.batch, p.heads_kv, p.len_k, p.dim_v);
+    grads[2] = empty_heads(p.batch, p.heads_kv, p.len_k, p.dim_v, q.scalar_type());
     io.grad_v = views.rows(grads[2], "grad_v");
   }
   // The gradient of an optional tensor: contiguous, in its shape, in the dtype given.
@@ -257,7 +272,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
                     "attn_ext: output_mask asks for the gradient of a tensor that was not given");
     std::vector<int64_t> size;
     for (int64_t axis = 0; axis < t->dim(); axis++) size.push_back(t->size(axis));
-    grad = empty_of(q, size, dtype);
+    grad = empty(size, dtype);
     view = views.strided(grad, "gradient");
   };
   // Where many scores add up to one element, in float32; the caller's dtype comes at the end.
@@ -278,7 +293,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_bac
   }
   if (sinks) io.grad_sinks.stride[1] = 1;
 
-  const Tensor workspace = empty_of(q, {backward_workspace_bytes(p)}, ScalarType::Byte);
+  const Tensor workspace = empty({backward_workspace_bytes(p)}, ScalarType::Byte);
   io.workspace = workspace.data_ptr();
   cpu_kernels().backward(p, io, torch_threads());
   if (output_mask & kBias) grads[3] = torch::stable::to(grads[3], bias->scalar_type());
