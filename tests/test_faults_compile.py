@@ -137,6 +137,8 @@ def test_compiled_for_any_length_equals_eager(dtype):
     def function(q, k, v, mask):
         return attention(q, k, v, mask=mask, causal=True)
 
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # other tests of this process compiled too
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     for len_q, len_k in ((6, 9), (9, 6), (7, 70), (200, 5), (30, 31), (31, 300)):
         inputs = qkv(2, 2, len_q, len_k, 8, 5, dtype=dtype)
