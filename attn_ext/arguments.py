@@ -270,8 +270,8 @@ def cap(softcap):
     return _number("softcap", softcap, "None or a finite number > 0", lambda x: 0 < x < math.inf)
 
 
-def probability(dropout_p):
-    return _number("dropout_p", dropout_p, "a probability between 0 and 1", lambda x: 0 <= x <= 1)
+def probability(dropout_p, name="dropout_p"):
+    return _number(name, dropout_p, "a probability between 0 and 1", lambda x: 0 <= x <= 1)
 
 
 def rng_state(dropout_p, generator, device):
@@ -351,16 +351,19 @@ def _is_finite(x):
 
 
 def _is_int(x):
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+    return isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
 def _number(name, value, allowed, is_allowed):
     """A float, checked by comparisons: where torch.compile makes it symbolic, they are guards on a range."""
     if not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise ArgumentTypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
-    if not is_allowed(value):
-        raise ArgumentValueError(f"{name} must be {allowed}, got {value!r}")
-    return float(value)
+    try:
+        if is_allowed(value):
+            return float(value)
+    except OverflowError:  # an int beyond any float
+        pass
+    raise ArgumentValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def _list(names):

@@ -224,10 +224,11 @@ class _Problem(NamedTuple):
             _, pull = torch.func.vjp(forward, *(inputs[n] for n in active))
             return pull((grad_out,) if grad_lse is None else (grad_out, grad_lse))
 
-        _, pull = torch.func.vjp(gradients, *(self.tensors[n] for n in chosen))
         result = [None] * len(self.tensors)
-        for n, g in zip(chosen, pull(tuple(cotangents[n] for n in active)), strict=True):
-            result[n] = g
+        with reference.no_autocast(self.tensors[0]):  # the pull-backs too
+            _, pull = torch.func.vjp(gradients, *(self.tensors[n] for n in chosen))
+            for n, g in zip(chosen, pull(tuple(cotangents[n] for n in active)), strict=True):
+                result[n] = g
         return result
 
     def differentiate_in_parts(self, cotangents, wanted):

@@ -72,7 +72,8 @@ def attention(
         (out, lse, weights) with return_lse and return_weights. All are differentiable.
 
     A query that sees no key gets out 0, LSE -inf (with sinks: its sink), weights 0 and gradients 0. What
-    stands in a masked key does not matter; a masked value v counts with weight 0, so NaN there gives NaN.
+    stands in a masked key does not matter. A masked value v counts with weight 0, so NaN there may give NaN
+    (the kernels skip tiles that causal, window or lengths hide as a whole); keep masked values finite.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it may be.
@@ -81,11 +82,13 @@ def attention(
     """
     q, k, v, autocast = arguments.qkv(q, k, v)
     arguments.check_shapes(q, k, v)
-    if return_weights not in RETURN_WEIGHTS:
+    if return_weights is not None and not (
+        isinstance(return_weights, str) and return_weights in RETURN_WEIGHTS
+    ):
         raise arguments.ArgumentValueError(
             f"return_weights must be one of {RETURN_WEIGHTS}, got {return_weights!r}"
         )
-    if deterministic not in (None, True, False):
+    if deterministic is not None and not isinstance(deterministic, bool):
         raise arguments.ArgumentValueError(
             f"deterministic must be None, True or False, got {deterministic!r}"
         )
@@ -165,7 +168,8 @@ def merge_attention(out1, lse1, out2, lse2):
 
     Args:
         out1, out2: (..., N, Dv), of one shape and dtype.
-        lse1, lse2: (..., N): their log-sum-exps as :func:`attention` returns them, float32 or float64.
+        lse1, lse2: (..., N): their log-sum-exps as :func:`attention` returns them, float32, or float64 for
+            float64.
 
     Exact up to rounding, differentiable in all four. A part that saw no key (LSE -inf) has no influence,
     whatever stands in its out; where neither saw one, out is 0 and LSE -inf, without NaN in the gradients.
@@ -178,13 +182,20 @@ def merge_attention(out1, lse1, out2, lse2):
             "out1 and out2 must be (..., N, Dv) of one shape, lse1 and lse2 (..., N), got "
             f"{tuple(out1.shape)}, {tuple(out2.shape)}, {tuple(lse1.shape)} and {tuple(lse2.shape)}"
         )
+    if not out1.device == lse1.device == out2.device == lse2.device:
+        raise arguments.ArgumentTypeError(
+            "out1, lse1, out2 and lse2 must be on the same device, got "
+            f"{out1.device}, {lse1.device}, {out2.device} and {lse2.device}"
+        )
+    lse_dtype = torch.float64 if out1.dtype == torch.float64 else torch.float32
     if (
-        out1.dtype != out2.dtype
-        or lse1.dtype != lse2.dtype
-        or lse1.dtype not in (torch.float32, torch.float64)
+        out1.dtype not in arguments.DTYPES
+        or out1.dtype != out2.dtype
+        or not lse1.dtype == lse2.dtype == lse_dtype
     ):
         raise arguments.ArgumentTypeError(
-            "out1 and out2 must have one dtype, lse1 and lse2 be both float32 or both float64, got "
+            "out1 and out2 must have one dtype, a floating one, lse1 and lse2 be both float32, or both float64 "
+            "for float64, got "
             f"{out1.dtype}, {out2.dtype}, {lse1.dtype} and {lse2.dtype}"
         )
     # The shift cancels, so it is a constant to the derivative; finite, so that -inf - shift is never NaN.

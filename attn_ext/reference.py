@@ -48,7 +48,7 @@ def attention(
     if key_lengths is not None:  # values past the length are storage, not data
         beyond = torch.arange(k.shape[-2], device=q.device) >= _column(key_lengths, q.device)[:, :, 0]
         v = v.masked_fill(beyond[..., None], 0.0)
-    with _no_autocast(q):
+    with no_autocast(q):
         out = p @ v
     empty = (s == -math.inf).all(-1, keepdim=True)
     return out.masked_fill(empty, 0.0).to(q.dtype), lse
@@ -88,10 +88,11 @@ def visibility(
         visible = visible & (j <= diagonal)
     if window is not None:
         left, right = (None if side == -1 else side for side in window)
+        reach = num_queries + num_keys  # nothing lies farther away, and a sum with sys.maxsize would wrap
         if left is not None:
-            visible = visible & (j >= diagonal - left)
+            visible = visible & (j >= diagonal - min(left, reach))
         if right is not None:
-            visible = visible & (j <= diagonal + right)
+            visible = visible & (j <= diagonal + min(right, reach))
     if key_lengths is not None:
         visible = visible & (j < _column(key_lengths, device))
     if query_lengths is not None:
@@ -117,9 +118,9 @@ def scores(q, k, visible, *, mask=None, bias=None, scale=None, softcap=None, ali
     # masked_fill.
     q = q.to(dtype).masked_fill(~visible.any(-1)[..., None], 0.0)
     k = _repeat_heads(k.to(dtype), q.shape[1]).masked_fill(~visible.any(-2)[..., None], 0.0)
-    with _no_autocast(q):
+    with no_autocast(q):
         s = (scale * (q @ k.transpose(-2, -1))).masked_fill(~visible, 0.0)
-    if softcap:
+    if softcap and softcap <= torch.finfo(dtype).max:  # a larger cap changes nothing, but 0 * inf would
         s = softcap * torch.tanh(s / softcap)
     if bias is not None:
         s = s + bias.to(dtype)
@@ -203,8 +204,6 @@ def _column(lengths, device):
     return torch.as_tensor(lengths, device=device)[:, None, None, None]
 
 
-def _no_autocast(t):
-    """float32 stays float32 inside; devices without autocast (meta) need nothing."""
-    if torch.amp.is_autocast_available(t.device.type):
-        return torch.autocast(t.device.type, enabled=False)
-    return contextlib.nullcontext()
+def no_autocast(t):
+    """float32 stays float32 inside; meta tensors have no autocast and need nothing."""
+    return contextlib.nullcontext() if t.is_meta else torch.autocast(t.device.type, enabled=False)

@@ -97,7 +97,9 @@ class _MeanHeads(torch.autograd.Function):
                 ),
                 *(cut[n] for n in wanted),
             )
-            for n, g in zip(wanted, pullback(grad / max(1, tensors[0].shape[1])), strict=True):
+            with reference.no_autocast(grad):
+                parts = pullback(grad / max(1, tensors[0].shape[1]))
+            for n, g in zip(wanted, parts, strict=True):
                 shared = grads[n] and not _has_heads(tensors[n], _HEAD_AXES[n])
                 grads[n] = [grads[n][0] + g] if shared else [*grads[n], g]
         return tuple(torch.cat(grads[n], _HEAD_AXES[n]) if n in grads else None for n in range(9))

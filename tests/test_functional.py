@@ -2,10 +2,13 @@
 
 import itertools
 import math
+import sys
 
+import numpy as np
 import pytest
 import torch
 
+import attn_ext
 from attn_ext import arguments, attention, reference, scaled_dot_product_attention
 
 B, H, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 3, 6
@@ -286,3 +289,65 @@ def test_exports():
     )
     for inputs in (args, larger):
         torch.testing.assert_close(exported(*inputs), Model()(*inputs))
+
+
+def test_softcap_beyond_the_largest_float_caps_nothing():
+    """1e39 is infinite in float32, and 0 * inf would make every logit NaN."""
+    q = torch.randn(1, 2, 6, 4, requires_grad=True)
+    out, want = attn_ext.attention(q, q, q, softcap=1e39), attn_ext.attention(q, q, q)
+    assert torch.equal(out, want)
+    torch.testing.assert_close(reference.attention(q, q, q, softcap=1e39)[0], want)
+    a, b = (torch.autograd.grad(x.sin().sum(), q)[0] for x in (out, want))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", [(sys.maxsize, None), (None, sys.maxsize), (sys.maxsize, 0)])
+def test_huge_windows_are_open_in_kernels_and_reference(window):
+    """i + sys.maxsize wraps in int64, and then hides what it should show."""
+    q, k = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 2, 4)
+    open_window = tuple(None if side == sys.maxsize else side for side in window)
+    want = attn_ext.attention(q, k, k, window=open_window)
+    assert torch.equal(attn_ext.attention(q, k, k, window=window), want)
+    torch.testing.assert_close(reference.attention(q, k, k, window=window)[0], want)
+
+
+def test_numpy_integers_are_integers():
+    q = torch.randn(2, 1, 5, 4)
+    got = attn_ext.attention(
+        q, q, q, window=(np.int64(1), np.int32(0)), key_lengths=[np.int64(3), np.int64(5)]
+    )
+    assert torch.equal(got, attn_ext.attention(q, q, q, window=(1, 0), key_lengths=[3, 5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool])
+def test_merge_refuses_what_it_would_truncate(dtype):
+    out, lse = torch.ones(2, 3).to(dtype), torch.zeros(2)
+    with pytest.raises(TypeError, match="floating"):
+        attn_ext.merge_attention(out, lse, out, lse)
+
+
+def test_merge_refuses_an_lse_that_is_less_precise_than_out():
+    out, lse = torch.ones(2, 3, dtype=torch.float64), torch.zeros(2)
+    with pytest.raises(TypeError, match="float64"):
+        attn_ext.merge_attention(out, lse, out, lse)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"scale": 10**400}, "scale"), ({"return_weights": np.zeros(3)}, "return_weights"),
+     ({"deterministic": torch.zeros(3)}, "deterministic"), ({"return_weights": "FULL"}, "return_weights")],
+)  # fmt: skip
+def test_odd_values_are_refused_by_name(options, name):
+    q = torch.randn(1, 1, 2, 4)
+    with pytest.raises((TypeError, ValueError), match=name):
+        attn_ext.attention(q, q, q, **options)
+
+
+def test_second_derivative_does_not_depend_on_autocast_around_it():
+    """The forward was float32; autocast around the second backward must not put bfloat16 into it."""
+    x = torch.randn(1, 2, 10, 8, requires_grad=True)
+    first = torch.autograd.grad(attn_ext.attention(x, x, x).square().sum(), x, create_graph=True)[0]
+    want = torch.autograd.grad(first.square().sum(), x, retain_graph=True)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(first.square().sum(), x)[0]
+    torch.testing.assert_close(got, want)

@@ -435,3 +435,11 @@ def test_meta_device_and_materialisation():
     out, weights = module(x, x, x)
     assert out.shape == (2, 5, 8)
     assert weights.shape == (2, 5, 5)
+
+
+def test_inputs_that_are_no_tensors_are_refused_by_name():
+    module, x = MultiHeadAttention(8, 2), torch.randn(3, 1, 8)
+    with pytest.raises(TypeError, match=r"value must be a torch\.Tensor"):
+        module(x, x, None)
+    with pytest.raises(TypeError, match="dropout"):
+        MultiHeadAttention(8, 2, dropout=None)

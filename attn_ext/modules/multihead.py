@@ -47,7 +47,8 @@ class MultiHeadAttention(nn.Module):
     Differences from torch.nn.MultiheadAttention: a query with no visible key (a fully padded sample) gives
     `out_proj.bias` and weights 0 in every mode, where torch gives NaN; returned weights are those before
     dropout; `is_causal=True` works without a mask; `out_proj` is called as a module, so hooks and
-    replacements act; masks of different kinds may be mixed; errors are ValueError or TypeError. In
+    replacements act; masks of different kinds may be mixed; errors are ValueError or TypeError; torch.jit
+    cannot script it (torch.compile and torch.export take it). In
     `nn.TransformerEncoderLayer` it is called in every mode, never replaced by the layer's own fused path
     (`_qkv_same_embed_dim` is False for that; build an `nn.TransformerEncoder` with
     enable_nested_tensor=False, else it warns that it cannot use that path).
@@ -119,8 +120,7 @@ class MultiHeadAttention(nn.Module):
             raise ArgumentValueError(f"head_dim must be greater than 0, got {head_dim}")
         if num_heads % self.num_kv_heads:
             raise ArgumentValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
-        if not 0.0 <= dropout <= 1.0:
-            raise ArgumentValueError(f"dropout must be a probability between 0 and 1, got {dropout}")
+        dropout = arguments.probability(dropout, "dropout")
         if qk_norm not in (None, "rms", "layer"):
             raise ArgumentValueError(f'qk_norm must be None, "rms" or "layer", got {qk_norm!r}')
         arguments.window_sides(window)
@@ -209,6 +209,9 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError, TypeError: shapes or dtypes that do not fit, naming the argument.
         """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if query.is_nested:
             if not all(x is None for x in (key_padding_mask, attn_mask, attn_bias)):
                 raise ArgumentValueError(

@@ -30,7 +30,7 @@ class GradTile {
     const int64_t score_size = kGradRows * kGradKeys;
     prob = scratch<T>(kScore, score_size);
     grad = scratch<T>(kGradScore, score_size);
-    if (p.softcap > 0) cap_slope_ = scratch<T>(kCapSlope, score_size);
+    if (has_cap<T>(p)) cap_slope_ = scratch<T>(kCapSlope, score_size);
     q_rows_ = scratch<T>(kQuery, kGradRows * ld_q);
     q_panels = scratch<T>(kQueryPanel, kGradRows * ld_q);
     grad_out_rows_ = scratch<T>(kGradOut, kGradRows * ld_v);

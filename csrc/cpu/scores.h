@@ -2,8 +2,11 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
+// A cap this large changes no logit that a kernel can tell apart, and its reciprocal would lose its last bits.
 template <class T>
-constexpr T kLargest = sizeof(T) == 4 ? T(3.4028234663852886e38) : T(1.7976931348623157e308);
+inline bool has_cap(const AttentionParams& p) {
+  return p.softcap > 0 && p.softcap < (sizeof(T) == 4 ? 1e30 : 1e300);
+}
 
 // Keys a block of the inner loop. At D 64 in float, K^T and V of a block, 48 rows of scores, and 192 rows of queries
 // and of output take 272 KiB, inside the L2 cache of common machines. A multiple of 8, for dropout's groups of keys.
@@ -59,7 +62,7 @@ class Scores {
       const int64_t i = i0 + r;
       const KeyRange range = visible(i);
       if (range.end > range.begin) {
-        if (p_.softcap > 0) cap(row, padded<T>(n), slope_of_cap ? slope_of_cap + r * ld : nullptr);
+        if (has_cap<T>(p_)) cap(row, padded<T>(n), slope_of_cap ? slope_of_cap + r * ld : nullptr);
         if (p_.bias.present) add(p_.bias, row, i, j0, n);
         if (p_.float_mask.present) add(p_.float_mask, row, i, j0, n);
         if (p_.alibi_slopes.present) {
@@ -82,8 +85,9 @@ class Scores {
 
  private:
   void cap(T* row, int64_t n, T* slope) const {
-    // Both factors finite: beyond that a huge cap changes nothing, and a tiny one takes only the sign.
-    const T limit = T(p_.softcap), inverse = limit > T(1) / kLargest<T> ? T(1) / limit : kLargest<T>;
+    constexpr T kLargest = sizeof(T) == 4 ? T(3.4028234663852886e38) : T(1.7976931348623157e308);
+    // Finite also for a tiny cap, which leaves only the sign of a logit: 0 * inf would be NaN.
+    const T limit = T(p_.softcap), inverse = limit > T(1) / kLargest ? T(1) / limit : kLargest;
     for (int64_t j = 0; j < n; j += kLanes<T>) {
       const Vec<T> t = tanh<T>(load(row + j) * inverse);
       store<T>(row + j, t * limit);

@@ -15,6 +15,7 @@ struct SimdTypes<float> {
   typedef float Vec __attribute__((vector_size(ATTN_VECTOR_BYTES)));
   typedef float Unaligned __attribute__((vector_size(ATTN_VECTOR_BYTES), aligned(4), may_alias));
   typedef int32_t Int __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+  typedef uint32_t Bits __attribute__((vector_size(ATTN_VECTOR_BYTES)));
   static constexpr int kMantissa = 23, kExpDegree = 7;
   static constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   static constexpr float kMinExponent = -126.0f;
@@ -24,6 +25,7 @@ struct SimdTypes<double> {
   typedef double Vec __attribute__((vector_size(ATTN_VECTOR_BYTES)));
   typedef double Unaligned __attribute__((vector_size(ATTN_VECTOR_BYTES), aligned(8), may_alias));
   typedef int64_t Int __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+  typedef uint64_t Bits __attribute__((vector_size(ATTN_VECTOR_BYTES)));
   static constexpr int kMantissa = 52, kExpDegree = 13;
   static constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kMinExponent = -1022.0;
@@ -160,7 +162,8 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   const Vec<T> shifted = x + S::kMagic;
   const Vec<T> f = x - (shifted - S::kMagic);
   const Vec<T> p = exp2_series<T, 0>(f);
-  const IntVec<T> bits = (IntVec<T>)p + ((IntVec<T>)shifted << S::kMantissa);
+  using Bits = typename S::Bits;  // unsigned: lanes that are discarded below may overflow
+  const Bits bits = (Bits)p + ((Bits)shifted << S::kMantissa);
   return x >= S::kMinExponent ? (Vec<T>)bits : (x == x ? Vec<T>{} : x);
 }
 
