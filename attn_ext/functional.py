@@ -194,8 +194,8 @@ def merge_attention(out1, lse1, out2, lse2):
         or not lse1.dtype == lse2.dtype == lse_dtype
     ):
         raise arguments.ArgumentTypeError(
-            "out1 and out2 must have one dtype, a floating one, lse1 and lse2 be both float32, or both float64 "
-            "for float64, got "
+            "out1 and out2 must have one dtype, a floating one, lse1 and lse2 be both float32 or both "
+            "float64 (for float64), got "
             f"{out1.dtype}, {out2.dtype}, {lse1.dtype} and {lse2.dtype}"
         )
     # The shift cancels, so it is a constant to the derivative; finite, so that -inf - shift is never NaN.

@@ -242,7 +242,7 @@ PART = (torch.randn(B, H, NQ, DV), torch.randn(B, H, NQ))
         (
             (PART[0], PART[1].half(), PART[0], PART[1].half()),
             TypeError,
-            ["float32 or both float64", "float16"],
+            ["both float32 or both float64", "float16"],
         ),
         ((*PART, PART[0], None), TypeError, ["lse2 must be a torch.Tensor", "NoneType"]),
     ],
