@@ -1,12 +1,22 @@
 """Exact fused attention for PyTorch: see :func:`attention`."""
 
+from pathlib import Path as _Path
+
 import torch  # noqa: F401  first: the compiled module links against torch's libraries and finds them loaded
 
 try:
     from . import _C
 except ImportError as error:
+    _home = _Path(__file__).resolve().parents[1]
+    _where = (
+        f"Python found the source tree in {_home} before any installed attn_ext: "
+        "start it in another directory. "
+        if (_home / "setup.py").exists()
+        else ""
+    )
     raise ImportError(
-        f"attn_ext's compiled module cannot be loaded ({error}). It is built by installing the project: run "
+        f"attn_ext's compiled module cannot be loaded ({error}). {_where}"
+        "It is built by installing the project: run "
         "`pip install .` in its directory, or `python setup.py build_ext --inplace` to use the source tree. "
         "There is no slower path in Python that it would fall back to."
     ) from error

@@ -64,6 +64,12 @@ def test_missing_compiled_module_is_loud(tmp_path):
     assert done.returncode != 0
     assert "ImportError" in done.stderr
     assert "pip install ." in done.stderr
+    assert "source tree" not in done.stderr.split("It is built")[0]
+
+    # Fault: Python in the repository imports the source tree, not what was installed, and does not say so.
+    (tmp_path / "setup.py").touch()
+    done = run_python("import attn_ext", tmp_path, path=tmp_path)
+    assert f"Python found the source tree in {tmp_path}" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm of binutils")
