@@ -12,6 +12,7 @@ import numbers
 import torch
 
 _SDPA = ("query", "key", "value")
+DEVICES = ("cpu", "meta")  # those with kernels; meta computes shapes only
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -56,6 +57,10 @@ def qkv(q, k, v, names=("q", "k", "v")):
     if not q.device == k.device == v.device:
         got = ", ".join(f"{name} {t.device}" for name, t in zip(names, (q, k, v), strict=True))
         raise ArgumentTypeError(f"{_list(names)} must be on the same device, got {got}")
+    if q.device.type not in DEVICES:
+        raise ArgumentTypeError(
+            f"{_list(names)} must be on the CPU (attn_ext has no other kernels yet), got {q.device}"
+        )
     return q, k, v, autocast
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_upper_left
 
-from attn_ext import attention, merge_attention
+from attn_ext import attention, merge_attention, scaled_dot_product_attention
 
 B, H, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 3, 6
 Q, K, V = torch.randn(B, H, NQ, D), torch.randn(B, HKV, NK, D), torch.randn(B, HKV, NK, DV)
@@ -252,3 +252,12 @@ def test_wrong_parts_to_merge(args, exception, words):
     with pytest.raises(exception) as error:
         merge_attention(*args)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("function", [attention, scaled_dot_product_attention])
+def test_tensors_on_a_device_without_kernels(function):
+    """torch would say that an operator is missing for a backend; it is a device that users chose."""
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 1, 2, 4, device="cuda")  # fake: needs no GPU
+        with pytest.raises(TypeError, match=r"must be on the CPU.*got cuda:0"):
+            function(q, q, q)
