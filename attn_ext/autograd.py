@@ -30,6 +30,15 @@ class Options(NamedTuple):
     window_right: int  # keys to the right of it, -1: all
     dropout_p: float
 
+    def of_scores(self):
+        """Those that shape the scores, as keyword arguments of :mod:`attn_ext.reference`."""
+        return {
+            "causal": (False, "upper_left", "lower_right")[self.causal],
+            "window": (self.window_left, self.window_right),
+            "scale": self.scale,
+            "softcap": self.softcap,
+        }
+
 
 def attention(
     q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, options
@@ -274,9 +283,7 @@ class _Problem(NamedTuple):
         if float_mask is not None and self.bool_mask is not None:
             mask = float_mask.masked_fill(~self.bool_mask, -torch.inf)
         return reference.attention(
-            q, k, v, mask=mask, bias=bias, causal=(False, "upper_left", True)[o.causal],
-            window=None if o.window_left < 0 and o.window_right < 0 else (o.window_left, o.window_right),
-            scale=o.scale, softcap=o.softcap or None, alibi_slopes=alibi_slopes, sinks=sinks,
+            q, k, v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, **o.of_scores(),
             key_lengths=self.key_lengths, query_lengths=self.query_lengths,
             dropout_p=o.dropout_p, rng_state=self.rng_state, dropout_corner=corner,
         )  # fmt: skip

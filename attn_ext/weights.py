@@ -55,9 +55,8 @@ def mean_heads(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengt
 
 def _weights(q, k, bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
     return reference.weights(
-        q, k, mask=mask, bias=bias, causal=(False, "upper_left", "lower_right")[options.causal],
-        window=(options.window_left, options.window_right), scale=options.scale, softcap=options.softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
+        q, k, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths,
+        query_lengths=query_lengths, **options.of_scores(),
     )  # fmt: skip
 
 

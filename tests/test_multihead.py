@@ -9,19 +9,11 @@ import warnings
 
 import pytest
 import torch
+from multihead_modes import F64, MODES, TOLERANCE, in_mode
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_ext import MultiHeadAttention
-
-F64 = {"dtype": torch.float64}
-TOLERANCE = {"atol": 1e-12, "rtol": 1e-12}  # float64: some thousand units in the last place
-MODES = ["train", "eval", "eval_no_grad"]
-
-
-def in_mode(module, mode):
-    module.train(mode == "train")
-    return torch.no_grad() if mode == "eval_no_grad" else torch.enable_grad()
 
 
 def by_hand(module, query, key, value, allow=None, logit_bias=0.0):

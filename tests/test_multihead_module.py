@@ -10,22 +10,13 @@ import pickle
 
 import pytest
 import torch
+from multihead_modes import F64, MODES, TOLERANCE, in_mode
 from other_python import start_python
 from torch import nn
 from torch.nn.utils import parametrize
 
 import attn_ext.modules.multihead
 from attn_ext import MultiHeadAttention
-
-F64 = {"dtype": torch.float64}
-TOLERANCE = {"atol": 1e-12, "rtol": 1e-12}  # float64: some thousand units in the last place
-MODES = ["train", "eval", "eval_no_grad"]
-
-
-def in_mode(module, mode):
-    module.train(mode == "train")
-    return torch.no_grad() if mode == "eval_no_grad" else torch.enable_grad()
-
 
 # ---- errors ----
 
