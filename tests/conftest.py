@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # `python -m pytest` puts the current directory first on sys.path: the source tree, which has no compiled
@@ -15,3 +17,45 @@ import torch  # noqa: E402
 # One thread a process: pytest-xdist runs several processes, and threads that wait for each other across
 # processes make tests a hundred times slower. Tests about threads set their own number.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked slow run only where -m names them: `pytest -m slow`."""
+    if "slow" not in config.getoption("markexpr"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kernel-lines", metavar="FILE", help="write which PTX lines of CUDA kernels no test reached"
+    )
+
+
+def pytest_configure(config):
+    config.kernel_lines = []  # what each process of pytest-xdist reports
+
+
+def pytest_sessionfinish(session):
+    """See kernel_lines.py."""
+    config = session.config
+    if not config.getoption("kernel_lines"):
+        return
+    import kernel_lines
+
+    config.kernel_lines.append(kernel_lines.gathered())
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["kernel_lines"] = config.kernel_lines
+        return
+    text, unexplained = kernel_lines.report(kernel_lines.merge(config.kernel_lines))
+    Path(config.getoption("kernel_lines")).write_text(text + "\n")
+    print(f"\n{unexplained} PTX lines never executed and not in kernel_lines.EXPECTED")
+    if unexplained and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """A process of pytest-xdist has ended."""
+    node.config.kernel_lines += getattr(node, "workeroutput", {}).get("kernel_lines", [])
