@@ -46,7 +46,11 @@ def extensions(torch: find_torch.Torch, toolkit: find_cuda.Toolkit | None, reaso
     include_dirs = [str(ROOT / "csrc")]
     # torch's headers (pybind11's are among them) as system headers: their warnings are not ours.
     cxx_flags = [*CXX_FLAGS, "-isystem", str(torch.directory / "include")]
-    headers = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*.[hi]*"))]  # .h, .inl
+    headers = [
+        str(p.relative_to(ROOT))
+        for p in sorted((ROOT / "csrc").rglob("*"))
+        if p.suffix in (".h", ".inl", ".cuh")
+    ]
     cpu = Extension(
         "attn_ext._C",
         SOURCES["ops"] + SOURCES["python"] + SOURCES["kernels"],
@@ -72,9 +76,9 @@ def extensions(torch: find_torch.Torch, toolkit: find_cuda.Toolkit | None, reaso
         include_dirs=[*include_dirs, *toolkit.include_dirs],
         depends=headers,
         language="c++",
-        library_dirs=toolkit.library_dirs,
-        # Static: torch may ship another cudart or none.
-        libraries=["cudart_static", "rt", "pthread", "dl"],
+        library_dirs=[*toolkit.library_dirs, str(torch.directory / "lib")],
+        # cudart is static: torch may ship another one or none. torch_cuda gives the current stream.
+        libraries=["cudart_static", "rt", "pthread", "dl", "torch_cuda"],
         extra_compile_args={"cxx": cxx_flags, "nvcc": NVCC_FLAGS},
     )
     return [cpu, cuda]

@@ -24,13 +24,16 @@ except ImportError as error:
 from . import reference
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .modules import MultiHeadAttention
+from .plan import LaunchPlan, launch_plan
 
 __version__ = _C.build_info()["version"]
 
 __all__ = [
+    "LaunchPlan",
     "MultiHeadAttention",
     "__version__",
     "attention",
+    "launch_plan",
     "merge_attention",
     "reference",
     "scaled_dot_product_attention",

@@ -34,6 +34,17 @@ def check_tensor(name, t):
         raise ArgumentTypeError(f"{name} must be a dense strided tensor, got {kind}")
 
 
+def is_plain(q, k, v):
+    """Whether these are ordinary 4-D tensors with data, in eager code without autocast, as in most calls."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) is type(k) is type(v) is torch.Tensor
+        and q.dim() == 4
+        and not (q.is_meta or k.is_meta or v.is_meta)
+        and not torch._C._is_any_autocast_enabled()
+    )
+
+
 def qkv(q, k, v, names=("q", "k", "v")):
     """Check types, dtypes and devices; return q, k, v, cast as autocast asks, and whether autocast is on.
 

@@ -16,6 +16,9 @@ from torch.autograd import forward_ad
 from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
 from . import reference
 
+_forward_op = torch.ops.attn_ext.attention_forward
+_backward_op = torch.ops.attn_ext.attention_backward
+
 # Scores held at one time by a second derivative: 2^22 make 32 MiB a copy in float64, of which about ten live.
 SECOND_DERIVATIVE_SCORES = 1 << 22
 
@@ -24,11 +27,11 @@ class Options(NamedTuple):
     """The plain numbers of a call, in the ops' order."""
 
     scale: float  # of q . k
-    softcap: float  # 0: none
-    causal: int  # 0: no, 1: upper left, 2: lower right
-    window_left: int  # keys to the left of the diagonal, -1: all
-    window_right: int  # keys to the right of it, -1: all
-    dropout_p: float
+    causal: int = 0  # 0: no, 1: upper left, 2: lower right
+    softcap: float = 0.0  # 0: none
+    window_left: int = -1  # keys to the left of the diagonal, -1: all
+    window_right: int = -1  # keys to the right of it, -1: all
+    dropout_p: float = 0.0
 
     def of_scores(self):
         """Those that shape the scores, as keyword arguments of :mod:`attn_ext.reference`."""
@@ -58,13 +61,29 @@ def attention(
         # gradient without a word. It cannot trace this question there, so the graph breaks and eager code
         # answers.
         torch._C._functorch.maybe_current_level()
-        return _Attention.apply(*tensors, *options)
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return _Attention.apply(*tensors[:3], *options, *tensors[3:])
+    if in_transform():
         # The Function refuses what it cannot do; the raw op would drop a tangent without a word.
-        return _Attention.apply(*tensors, *options)
+        return _Attention.apply(*tensors[:3], *options, *tensors[3:])
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _EagerAttention.apply(*tensors, *options)
-    return _below_autograd(torch.ops.attn_ext.attention_forward, *tensors, *options)
+        return _EagerAttention.apply(*tensors[:3], *options, *tensors[3:])
+    return _below_autograd(_forward_op, *tensors[:3], *options, *tensors[3:])
+
+
+def in_transform():
+    """Whether eager code runs inside torch.func's transforms or forward-mode AD."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def plain_attention(q, k, v, scale, causal):
+    """out of :func:`attention` without optional tensors and further options, outside :func:`in_transform`.
+
+    The same ops in fewer steps, for the sake of small problems. RuntimeError where q, k, v do not fit.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _PlainAttention.apply(q, k, v, scale, causal)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(q, k, v, scale, causal)[0]
 
 
 def _distinct(tensors):
@@ -84,9 +103,10 @@ def _below_autograd(op, *args):
 
 
 def _save_forward(ctx, inputs, output):
-    ctx.options = Options(*inputs[11:])
+    q, k, v, *options = inputs[:9]
+    ctx.options = Options(*options)
     out, _, lse_parts = output
-    ctx.save_for_backward(*inputs[:11], out, lse_parts)
+    ctx.save_for_backward(q, k, v, *inputs[9:], out, lse_parts)
     ctx.mark_non_differentiable(lse_parts)
     ctx.set_materialize_grads(False)
 
@@ -97,28 +117,37 @@ def _forward_backward(ctx, grad_out, grad_lse, _):
         return (None,) * 17
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    needs = ctx.needs_input_grad
-    wanted = (*needs[:5], *needs[6:8])  # without bool_mask
+    needs = _needs(ctx, 17)
+    wanted = (*needs[:3], *needs[9:11], *needs[12:14])  # the differentiable ones
     output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
-    args = (
-        grad_out, grad_lse, q, k, v, out, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest,
-        *ctx.options, output_mask,
+    grads = _gradients(
+        grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, *ctx.options, bias, float_mask, bool_mask,
+        alibi_slopes, sinks, *rest,
     )  # fmt: skip
+    grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
+    return (*grads[:3], *(None,) * 6, *grads[3:5], None, *grads[5:], None, None, None)
+
+
+def _gradients(*args):
+    """The backward op, differentiable if a graph is wanted."""
     if (
         torch.compiler.is_compiling()
     ):  # a Function inside the backward of a Function is more than Dynamo takes
-        grads = torch.ops.attn_ext.attention_backward(*args)
-    elif torch.is_grad_enabled():
-        grads = _AttentionBackward.apply(*args)
-    else:
-        grads = _below_autograd(torch.ops.attn_ext.attention_backward, *args)
-    grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
-    return (*grads[:5], None, *grads[5:], *(None,) * 9)
+        return _backward_op(*args)
+    if torch.is_grad_enabled():
+        return _AttentionBackward.apply(*args)
+    return _below_autograd(_backward_op, *args)
+
+
+def _needs(ctx, n):
+    """needs_input_grad of n inputs: the raw ops come without those at the end that have their default."""
+    needs = ctx.needs_input_grad
+    return (*needs, *(False,) * (n - len(needs)))
 
 
 def _save_backward(ctx, inputs, output):
-    ctx.options, ctx.output_mask = Options(*inputs[15:21]), inputs[21]
-    ctx.save_for_backward(*inputs[:15])
+    ctx.output_mask, ctx.options = inputs[7], Options(*inputs[8:14])
+    ctx.save_for_backward(*inputs[:7], *inputs[14:])
     ctx.set_materialize_grads(False)
 
 
@@ -126,12 +155,9 @@ def _backward_backward(ctx, *cotangents):
     grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = (
         ctx.saved_tensors
     )
-    needs = ctx.needs_input_grad
-    wanted = (
-        *needs[:5],
-        *needs[7:9],
-        *needs[10:12],
-    )  # without out, lse_parts (functions of the others) and bool_mask
+    needs = _needs(ctx, 22)
+    # without out and lse_parts, which are functions of the others
+    wanted = (*needs[:5], *needs[14:16], *needs[17:19])
     problem = _Problem(
         (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks), bool_mask, *rest, ctx.options
     )
@@ -142,7 +168,7 @@ def _backward_backward(ctx, *cotangents):
         grads = problem.differentiate(cotangents, wanted)
     else:
         grads = problem.differentiate_in_parts(cotangents, wanted)
-    return (*grads[:5], None, None, *grads[5:7], None, *grads[7:], *(None,) * 10)
+    return (*grads[:5], *(None,) * 9, *grads[5:7], None, *grads[7:], None, None, None)
 
 
 class _Attention(torch.autograd.Function):
@@ -152,13 +178,12 @@ class _Attention(torch.autograd.Function):
     # gradient.
     @staticmethod
     def forward(
-        q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
-        scale, softcap, causal, window_left, window_right, dropout_p,
+        q, k, v, scale, causal, softcap, window_left, window_right, dropout_p, bias, float_mask, bool_mask,
+        alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
     ):  # fmt: skip
         return _below_autograd(
-            torch.ops.attn_ext.attention_forward, q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks,
-            key_lengths, query_lengths, rng_state, scale, softcap, causal, window_left, window_right,
-            dropout_p,
+            _forward_op, q, k, v, scale, causal, softcap, window_left, window_right, dropout_p, bias,
+            float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
         )  # fmt: skip
 
     setup_context = staticmethod(_save_forward)
@@ -171,11 +196,35 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        output = _below_autograd(torch.ops.attn_ext.attention_forward, *args)
+        output = _below_autograd(_forward_op, *args)
         _save_forward(ctx, args, output)
         return output
 
     backward = staticmethod(_forward_backward)
+
+
+class _PlainAttention(torch.autograd.Function):
+    """The same for :func:`plain_attention`: each further input and output would cost a small call 3 %."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, causal):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, _, lse_parts = _forward_op(q, k, v, scale, causal)
+        ctx.scale, ctx.causal = scale, causal
+        ctx.save_for_backward(q, k, v, out, lse_parts)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        wanted = ctx.needs_input_grad[:3]
+        output_mask = wanted[0] + 2 * wanted[1] + 4 * wanted[2]
+        q, k, v, out, lse_parts = ctx.saved_tensors
+        args = (grad_out, None, q, k, v, out, lse_parts, output_mask, ctx.scale, ctx.causal)
+        if torch.is_grad_enabled():
+            grads = _gradients(*args, *Options(*args[8:])[2:], *(None,) * 8)
+        else:
+            grads = _below_autograd(_backward_op, *args)
+        return (*(g if need else None for g, need in zip(grads, wanted, strict=False)), None, None)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -183,7 +232,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        return _below_autograd(torch.ops.attn_ext.attention_backward, *args)
+        return _below_autograd(_backward_op, *args)
 
     setup_context = staticmethod(_save_backward)
     backward = staticmethod(_backward_backward)

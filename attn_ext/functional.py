@@ -80,8 +80,14 @@ def attention(
 
     Sources: Vaswani et al. 2017 (arXiv 1706.03762, section 3.2.1); tiling: Dao 2023 (arXiv 2307.08691, 3.1).
     """
-    q, k, v, autocast = arguments.qkv(q, k, v)
-    arguments.check_shapes(q, k, v)
+    if (
+        mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is query_lengths is None
+        and generator is return_weights is deterministic is None
+        and not return_lse
+        and _is_zero(dropout_p)
+        and (out := _plain(q, k, v, scale, arguments.alignment(causal), True)) is not None
+    ):
+        return out
     if return_weights is not None and not (
         isinstance(return_weights, str) and return_weights in RETURN_WEIGHTS
     ):
@@ -92,13 +98,12 @@ def attention(
         raise arguments.ArgumentValueError(
             f"deterministic must be None, True or False, got {deterministic!r}"
         )
-    terms, options = _resolve(
-        q, k, autocast, mask, bias, alibi_slopes, sinks, key_lengths, query_lengths,
-        arguments.alignment(causal), window, scale, softcap, dropout_p,
+    q, k, v, terms, rng_state, options = resolve(
+        q, k, v, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
+        dropout_p=dropout_p, generator=generator,
     )  # fmt: skip
-    out, lse, lse_parts = _autograd.attention(
-        q, k, v, *terms, arguments.rng_state(options.dropout_p, generator, q.device), options
-    )
+    out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options)
     if return_weights is None:
         return (out, lse) if return_lse else out
     if return_weights == "full":
@@ -135,6 +140,13 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: both are RuntimeErrors too, the class that torch raises.
     """
+    if (
+        attn_mask is None
+        and isinstance(is_causal, bool)
+        and _is_zero(dropout_p)
+        and (out := _plain(query, key, value, scale, int(is_causal), enable_gqa)) is not None
+    ):
+        return out
     query, key, value, autocast = arguments.qkv(query, key, value, ("query", "key", "value"))
     if not isinstance(is_causal, bool):
         raise arguments.ArgumentTypeError(f"is_causal must be a bool, got {is_causal!r}")
@@ -211,6 +223,43 @@ def merge_attention(out1, lse1, out2, lse2):
     return (parts[0] + parts[1]).to(out1.dtype), lse
 
 
+def resolve(
+    q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None,
+    sinks=None, key_lengths=None, query_lengths=None, dropout_p=0.0, generator=None,
+):  # fmt: skip
+    """Check arguments of :func:`attention`: q, k, v, the optional tensors, rng_state, Options for the ops."""
+    q, k, v, autocast = arguments.qkv(q, k, v)
+    arguments.check_shapes(q, k, v)
+    terms, options = _resolve(
+        q, k, autocast, mask, bias, alibi_slopes, sinks, key_lengths, query_lengths,
+        arguments.alignment(causal), window, scale, softcap, dropout_p,
+    )  # fmt: skip
+    return q, k, v, terms, arguments.rng_state(options.dropout_p, generator, q.device), options
+
+
+def _plain(q, k, v, scale, causal, gqa):
+    """out of q, k, v and no other term, or None where they need a closer look.
+
+    The checks of all arguments would take as long as the attention of a dozen positions. The op refuses by
+    itself what does not fit, in fewer words; then, too, the answer is None, and the checks find the words.
+    """
+    if not arguments.is_plain(q, k, v) or _autograd.in_transform():
+        return None
+    try:
+        shape, k_shape, v_shape = q.shape, k.shape, v.shape
+        if not shape == k_shape == v_shape:
+            same_heads = shape[1] == k_shape[1] or gqa
+            if not (shape[0] == k_shape[0] and same_heads and k_shape[:2] == v_shape[:2]):
+                return None  # to broadcast batches and heads is not the op's
+        return _autograd.plain_attention(q, k, v, arguments.scale_factor(scale, shape[3]), causal)
+    except RuntimeError:
+        return None
+
+
+def _is_zero(dropout_p):
+    return isinstance(dropout_p, (float, int)) and dropout_p == 0
+
+
 def _resolve(
     q, k, autocast, mask, bias, alibi_slopes, sinks, key_lengths, query_lengths, causal, window, scale,
     softcap, dropout_p, mask_name="mask",
@@ -236,8 +285,8 @@ def _resolve(
         query_lengths = arguments.lengths("query_lengths", query_lengths, q, q.shape[2], "query length")
     options = _autograd.Options(
         arguments.scale_factor(scale, q.shape[3]),
-        arguments.cap(softcap),
         causal,
+        arguments.cap(softcap),
         *arguments.window_sides(window),
         arguments.probability(dropout_p),
     )

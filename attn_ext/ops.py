@@ -1,13 +1,17 @@
 """torch.ops.attn_ext.*: what the compiled ops return, for tensors without data (meta, fake, symbolic shapes).
 
+Torch leaves out arguments at the end that have their default, so those have one here too.
 The schemas and CPU kernels are registered by ``attn_ext._C`` (csrc/torch_ops.cpp). The ops take canonical
 arguments; :mod:`attn_ext.autograd` registers their derivatives.
 
 * ``attention_forward(q, k, v, <options>) -> (out, lse, lse_parts)``: lse_parts (B, Hq, Nq, 2) is each row's
   maximum and the log of its sum relative to that, for the backward; lse is the rounded sum of the two.
-* ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, <options>, output_mask)`` -> gradients of
+* ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, <options>)`` -> gradients of
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
   back with 0 elements.
+
+<options> are the numbers of :class:`attn_ext.autograd.Options`, then bias, float_mask, bool_mask,
+alibi_slopes, sinks, key_lengths, query_lengths, rng_state.
 """
 
 import torch
@@ -36,9 +40,10 @@ def _(q, k, v, *options):
 
 @torch.library.register_fake("attn_ext::attention_backward")
 def _(
-    grad_out, grad_lse, q, k, v, out, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, *options
-):
-    output_mask = options[-1]
+    grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, scale=1.0, causal=0, softcap=0.0,
+    window_left=-1, window_right=-1, dropout_p=0.0, bias=None, float_mask=None, bool_mask=None,
+    alibi_slopes=None, sinks=None, *rest,
+):  # fmt: skip
     grads = []
     for bit, t in enumerate((q, k, v, bias, float_mask, alibi_slopes, sinks)):
         if not output_mask >> bit & 1:

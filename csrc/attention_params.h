@@ -12,11 +12,18 @@
 
 #include <cstdint>
 
+// Member functions that CUDA kernels call too.
+#ifdef __CUDACC__
+#define ATTN_HOST_DEVICE __host__ __device__
+#else
+#define ATTN_HOST_DEVICE
+#endif
+
 namespace attn_ext {
 
 enum class DType : int32_t { kFloat64, kFloat32, kFloat16, kBFloat16, kBool };
 
-inline int64_t size_of(DType dtype) {
+ATTN_HOST_DEVICE inline int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64: return 8;
     case DType::kFloat32: return 4;
@@ -32,7 +39,7 @@ struct StridedView {
   int64_t stride[4] = {0, 0, 0, 0};
   bool present = false;  // an empty tensor has no address, so `data` cannot tell
 
-  char* at(int64_t b, int64_t h, int64_t row, int64_t column) const {
+  ATTN_HOST_DEVICE char* at(int64_t b, int64_t h, int64_t row, int64_t column) const {
     const int64_t element = b * stride[0] + h * stride[1] + row * stride[2] + column * stride[3];
     return static_cast<char*>(data) + element * size_of(dtype);
   }
@@ -42,9 +49,15 @@ enum class Causal : int32_t { kNone = 0, kUpperLeft = 1, kLowerRight = 2 };
 
 // Dropout keeps probability (b, h, i, j) iff the 16-bit number that Philox 4x32-10 gives it is >= threshold.
 struct Dropout {
-  uint64_t key = 0;        // from the generator's (seed, offset)
+  const int64_t* rng_state =
+      nullptr;             // (seed, offset) from torch's generator, in the memory of the tensors' device
   uint32_t threshold = 0;  // round(p * 65536); 0 = no dropout
-  double scale() const { return threshold >= 65536 ? 0.0 : 65536.0 / (65536.0 - threshold); }
+
+  // The offset is spread over all bits (2^64 / golden ratio), so that neighbouring offsets give unrelated keys.
+  ATTN_HOST_DEVICE uint64_t key() const {
+    return uint64_t(rng_state[0]) + uint64_t(rng_state[1]) * 0x9E3779B97F4A7C15ull;
+  }
+  ATTN_HOST_DEVICE double scale() const { return threshold >= 65536 ? 0.0 : 65536.0 / (65536.0 - threshold); }
 };
 
 struct AttentionParams {
@@ -60,15 +73,15 @@ struct AttentionParams {
   int64_t window_left = -1, window_right = -1;  // -1 = open
   Dropout dropout;
 
-  int64_t group() const { return heads_q / heads_kv; }  // query heads that share a KV head
+  ATTN_HOST_DEVICE int64_t group() const { return heads_q / heads_kv; }  // query heads that share a KV head
   // Query i stands at key position i + offset: the diagonal of causal and window rules.
-  int64_t offset() const { return causal == Causal::kUpperLeft ? 0 : len_k - len_q; }
-  int64_t valid_keys(int64_t b) const { return clamp_length(key_lengths, b, len_k); }
-  int64_t valid_queries(int64_t b) const { return clamp_length(query_lengths, b, len_q); }
+  ATTN_HOST_DEVICE int64_t offset() const { return causal == Causal::kUpperLeft ? 0 : len_k - len_q; }
+  ATTN_HOST_DEVICE int64_t valid_keys(int64_t b) const { return clamp_length(key_lengths, b, len_k); }
+  ATTN_HOST_DEVICE int64_t valid_queries(int64_t b) const { return clamp_length(query_lengths, b, len_q); }
 
  private:
   // Python refuses lengths outside [0, n]; clamping keeps memory safe whoever calls the op.
-  static int64_t clamp_length(const int64_t* lengths, int64_t b, int64_t n) {
+  ATTN_HOST_DEVICE static int64_t clamp_length(const int64_t* lengths, int64_t b, int64_t n) {
     if (lengths == nullptr) return n;
     return lengths[b] < 0 ? 0 : (lengths[b] > n ? n : lengths[b]);
   }

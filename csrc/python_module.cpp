@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "cpu/kernels.h"
+#include "cuda/backend.h"
 
 namespace py = pybind11;
 
@@ -28,6 +29,11 @@ py::dict build_info() {
   return info;
 }
 
+// The capsule comes from attn_ext._C_cuda.backend() and points to static memory.
+void set_cuda_backend(const py::capsule& capsule) {
+  attn_ext::cuda::backend() = capsule.get_pointer<const attn_ext::cuda::Backend>();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -36,4 +42,6 @@ PYBIND11_MODULE(_C, m) {
         "What this module was built from: version, torch, compiler, cuda, cuda_detail.");
   m.def("cpu_isa", &attn_ext::cpu_isa, "The instruction set in use; ATTN_EXT_CPU_ISA forces one.");
   m.def("cpu_isas", &attn_ext::cpu_isas, "The instruction sets this machine can run.");
+  m.def("set_cuda_backend", &set_cuda_backend,
+        "Hands over the CUDA kernels: what _C_cuda.backend() returned.");
 }

@@ -134,7 +134,8 @@ inline void dropout_factors(const Dropout& dropout, int64_t b, int64_t h, int64_
     c[2][g] = uint32_t(h);
     c[3][g] = uint32_t(b);
   }
-  uint32_t key0 = uint32_t(dropout.key), key1 = uint32_t(dropout.key >> 32);
+  const uint64_t key = dropout.key();
+  uint32_t key0 = uint32_t(key), key1 = uint32_t(key >> 32);
   for (int round = 0; round < 10; round++) {
     for (int g = 0; g < groups; g++) {
       const uint64_t product0 = uint64_t(c[0][g]) * 0xD2511F53u, product1 = uint64_t(c[2][g]) * 0xCD9E8D57u;

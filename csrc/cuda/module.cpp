@@ -2,7 +2,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+// The part of torch's stable C interface that only a torch with CUDA has.
+#define USE_CUDA
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <stdexcept>
+#include <string>
+
 #include "device_query.h"
+#include "launch.h"
 
 namespace py = pybind11;
 
@@ -25,6 +33,21 @@ py::dict list_devices() {
   return answer;
 }
 
+void* current_stream(int device_index) {
+  void* stream = nullptr;
+  if (aoti_torch_get_current_cuda_stream(device_index, &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("attn_ext: torch has no current stream for device " +
+                             std::to_string(device_index));
+  }
+  return stream;
+}
+
+// For attn_ext._C.set_cuda_backend.
+py::capsule backend() {
+  static const attn_ext::cuda::Backend table = attn_ext::cuda::make_backend(&current_stream);
+  return py::capsule(&table, "attn_ext.cuda.Backend");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C_cuda, m) {
@@ -32,6 +55,7 @@ PYBIND11_MODULE(_C_cuda, m) {
   m.def("architectures", &attn_ext::cuda::built_architectures,
         "Compute capabilities compiled for: [80, 90].");
   m.def("runtime_version", &attn_ext::cuda::runtime_version, "CUDA runtime linked in: 13000 for 13.0.");
+  m.def("backend", &backend, "The kernels, for attn_ext._C.set_cuda_backend.");
   m.def("list_devices", &list_devices,
         "{devices: [{name, compute_capability, memory_bytes, binary_architecture}], problem: str}.");
 }

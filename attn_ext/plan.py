@@ -1,0 +1,134 @@
+"""What a GPU would be told to do for a call of attention(): for debugging, tests and the curious."""
+
+import json
+from dataclasses import dataclass
+
+import torch
+
+from . import arguments, functional
+
+# Multiprocessors of a typical GPU of each architecture; they decide how keys are split among blocks.
+MULTIPROCESSORS = {
+    "sm_80": 108,  # A100
+    "sm_86": 84,  # A10, RTX 3090
+    "sm_89": 128,  # RTX 4090
+    "sm_90": 132,  # H100, H200
+    "sm_100": 148,  # B200
+    "sm_120": 170,  # RTX 5090
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch."""
+
+    kernel: str  # the exported name, as profilers show it
+    grid: tuple[int, int, int]  # blocks
+    block: tuple[int, int, int]  # threads of a block
+    shared_bytes: int  # dynamic shared memory of a block
+    params: bytes  # the kernel's one argument, passed by value
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A range of memory that the kernels may touch."""
+
+    name: str
+    data_ptr: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Launches in order, the memory they may touch, and the tensors that would hold the results.
+
+    ``results``: "out", "lse", "lse_parts", or "grad_q", "grad_k", "grad_v" and those of "grad_bias",
+    "grad_float_mask", "grad_alibi_slopes", "grad_sinks" that were given, uninitialised until the kernels run.
+    """
+
+    launches: tuple[Launch, ...]
+    buffers: tuple[Buffer, ...]
+    results: dict[str, torch.Tensor]
+    _alive: tuple[torch.Tensor, ...]  # memory behind the buffers: inputs, copies of them, workspace
+
+    def __str__(self):
+        lines = [
+            f"{n.kernel}  grid {n.grid[0]}, block {n.block[0]}, {n.shared_bytes} bytes of shared memory"
+            for n in self.launches
+        ]
+        return "\n".join(lines) or "nothing to launch"
+
+
+def launch_plan(
+    q, k, v, *, direction="forward", arch="sm_80", multiprocessors=None, out=None, lse=None, grad_out=None,
+    grad_lse=None, **options,
+):  # fmt: skip
+    """Which CUDA kernels a call of :func:`attn_ext.attention` would launch, and how. Launches nothing.
+
+    Args:
+        q, k, v: as for attention(), on the CPU or a GPU. Results and workspaces are allocated beside them.
+        direction: "forward" or "backward".
+        arch: "sm_80" and so on: the GPU that is planned for.
+        multiprocessors: how many it has; default: as many as a common GPU of that architecture. They decide
+            how keys are split among blocks.
+        out, lse: backward only: what the forward returned. lse is (B, Hq, Nq), or (B, Hq, Nq, 2): the two
+            parts of it that attention's own backward uses, ``results["lse_parts"]`` of a forward plan.
+        grad_out, grad_lse: backward only: their gradients; grad_lse may be None.
+        **options: those of attention() that shape the result (mask, bias, causal, dropout_p, ...).
+
+    Returns:
+        LaunchPlan. In the backward every tensor that may have a gradient gets one.
+
+    Raises:
+        TypeError, ValueError: as attention() does, and for an unknown direction or arch.
+    """
+    if arch not in MULTIPROCESSORS:
+        raise arguments.ArgumentValueError(f"arch must be one of {', '.join(MULTIPROCESSORS)}, got {arch!r}")
+    q, k, v, terms, rng_state, numbers = functional.resolve(q, k, v, **options)
+    call = (*numbers, *terms, rng_state)
+    if multiprocessors is None:
+        multiprocessors = MULTIPROCESSORS[arch]
+    elif not isinstance(multiprocessors, int) or multiprocessors < 1:
+        raise arguments.ArgumentValueError(f"multiprocessors must be an int > 0, got {multiprocessors!r}")
+    target = (int(arch.removeprefix("sm_")), multiprocessors)
+    if direction == "forward":
+        encoded, *tensors = torch.ops.attn_ext.attention_forward_plan(q, k, v, *target, *call)
+        names = ("out", "lse", "lse_parts")
+    elif direction == "backward":
+        for name, t in (("out", out), ("lse", lse), ("grad_out", grad_out)):
+            if t is None:
+                raise arguments.ArgumentTypeError(f"{name} is needed for direction='backward', got None")
+        parts = lse if lse.dim() == 4 else torch.stack([lse, torch.zeros_like(lse)], dim=-1)
+        bias, float_mask, _, alibi_slopes, sinks, *_ = terms
+        differentiable = (q, k, v, bias, float_mask, alibi_slopes, sinks)
+        wanted = sum(1 << n for n, t in enumerate(differentiable) if t is not None)
+        encoded, *tensors = torch.ops.attn_ext.attention_backward_plan(
+            grad_out, grad_lse, q, k, v, out, parts, wanted, *target, *call
+        )
+        names = (
+            "grad_q", "grad_k", "grad_v", "grad_bias", "grad_float_mask", "grad_alibi_slopes", "grad_sinks"
+        )  # fmt: skip
+        call = (*call, out, parts, grad_out, grad_lse)
+    else:
+        raise arguments.ArgumentValueError(f"direction must be 'forward' or 'backward', got {direction!r}")
+    plan = json.loads(bytes(encoded.tolist()))
+    results = {
+        name: t for name, t in zip(names, tensors, strict=False) if t.numel() or not name.startswith("grad_")
+    }
+    inputs = [t for t in (q, k, v, *call) if isinstance(t, torch.Tensor)]
+    launches = (
+        Launch(
+            step["kernel"],
+            (step["grid"], 1, 1),
+            (step["block"], 1, 1),
+            step["shared_bytes"],
+            bytes.fromhex(step["params"]),
+        )
+        for step in plan["launches"]
+    )
+    return LaunchPlan(
+        tuple(launches),
+        tuple(Buffer(**buffer) for buffer in plan["buffers"]),
+        results,
+        (*inputs, *tensors),
+    )

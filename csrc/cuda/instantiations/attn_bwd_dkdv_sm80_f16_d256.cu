@@ -1,0 +1,15 @@
+#include "../sm80/backward_dkdv.cuh"
+
+namespace cuda = attn_ext::cuda;
+
+extern "C" __global__ void __launch_bounds__(cuda::dkdv_tile(256, false).threads(),
+                                             cuda::dkdv_tile(256, false).blocks)
+    attn_bwd_dkdv_sm80_f16_d256(const __grid_constant__ cuda::BackwardParams params) {
+  cuda::BackwardDkDv<cuda::f16, 256, false>::run(params);
+}
+
+extern "C" __global__ void __launch_bounds__(cuda::dkdv_tile(256, true).threads(),
+                                             cuda::dkdv_tile(256, true).blocks)
+    attn_bwd_dkdv_sm80_f16_d256_full(const __grid_constant__ cuda::BackwardParams params) {
+  cuda::BackwardDkDv<cuda::f16, 256, true>::run(params);
+}

@@ -1,0 +1,15 @@
+#include "../sm80/backward_dkdv.cuh"
+
+namespace cuda = attn_ext::cuda;
+
+extern "C" __global__ void __launch_bounds__(cuda::dkdv_tile(32, false).threads(),
+                                             cuda::dkdv_tile(32, false).blocks)
+    attn_bwd_dkdv_sm80_f16_d32(const __grid_constant__ cuda::BackwardParams params) {
+  cuda::BackwardDkDv<cuda::f16, 32, false>::run(params);
+}
+
+extern "C" __global__ void __launch_bounds__(cuda::dkdv_tile(32, true).threads(),
+                                             cuda::dkdv_tile(32, true).blocks)
+    attn_bwd_dkdv_sm80_f16_d32_full(const __grid_constant__ cuda::BackwardParams params) {
+  cuda::BackwardDkDv<cuda::f16, 32, true>::run(params);
+}

@@ -1,0 +1,15 @@
+#include "../sm80/backward_dq.cuh"
+
+namespace cuda = attn_ext::cuda;
+
+extern "C" __global__ void __launch_bounds__(cuda::dq_tile(96, false).threads(),
+                                             cuda::dq_tile(96, false).blocks)
+    attn_bwd_dq_sm80_f16_d96(const __grid_constant__ cuda::BackwardParams params) {
+  cuda::BackwardDq<cuda::f16, 96, false>::run(params);
+}
+
+extern "C" __global__ void __launch_bounds__(cuda::dq_tile(96, true).threads(),
+                                             cuda::dq_tile(96, true).blocks)
+    attn_bwd_dq_sm80_f16_d96_full(const __grid_constant__ cuda::BackwardParams params) {
+  cuda::BackwardDq<cuda::f16, 96, true>::run(params);
+}

@@ -1,0 +1,8 @@
+#include "../sm80/backward_rows.cuh"
+
+namespace cuda = attn_ext::cuda;
+
+extern "C" __global__ void __launch_bounds__(cuda::kBackwardRowThreads)
+    attn_bwd_rows_f32(const __grid_constant__ cuda::BackwardParams params) {
+  cuda::BackwardRows<float>::run(params);
+}

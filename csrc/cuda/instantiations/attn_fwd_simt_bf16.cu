@@ -1,0 +1,13 @@
+// Forward in bfloat16 with head dims above 256.
+#include "../registry.h"
+#include "../simt/forward.cuh"
+
+using attn_ext::cuda::simt::kBlocksPerMultiprocessor;
+using attn_ext::cuda::simt::kThreads;
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    attn_fwd_simt_bf16(const __grid_constant__ attn_ext::cuda::ForwardParams params) {
+  attn_ext::cuda::simt::forward<attn_ext::cuda::bf16>(params);
+}
+
+ATTN_REGISTER_KERNEL(attn_fwd_simt_bf16)

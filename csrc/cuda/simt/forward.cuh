@@ -1,0 +1,163 @@
+// Forward on CUDA cores: online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
+// A block owns a tile of queries of one head and a chunk of the columns of the output.
+//
+//   m = -inf, l = 0, O = 0
+//   for each key tile:  S = 0;  for each slice of D:  S += Q K^T
+//                       S = logits(S);  m' = max(m, rowmax S);  P = exp(S - m');  a = exp(m - m')
+//                       l = a l + rowsum P;  O = a O;  for each slice of keys:  O += dropout(P) V
+//   the sink joins m and l;  out = O / l,  lse = m + log l
+#pragma once
+
+#include "../kernel_params.h"
+#include "scores.cuh"
+
+namespace attn_ext::cuda::simt {
+
+template <class In>
+__device__ __forceinline__ void forward(const ForwardParams& params) {
+  using T = Math<In>;
+  using Z = Tile<T>;
+  const AttentionParams& p = params.problem;
+
+  // blockIdx.x: the order of forward_blocks. The last query tiles first: under a causal mask they are the longest, and
+  // the short ones fill the gaps.
+  const uint32_t tiles = uint32_t(pieces(p.len_q, Z::kQueries));
+  const uint32_t chunks = uint32_t(pieces_or_one(p.dim_v, Z::kColumns));
+  uint32_t index = blockIdx.x;
+  const int i0 = int(tiles - 1 - index % tiles) * Z::kQueries;
+  index /= tiles;
+  const int column0 = int(index % chunks) * Z::kColumns;
+  index /= chunks;
+  const int h = int(index % uint32_t(p.heads_q)), b = int(index / uint32_t(p.heads_q));
+  const int h_kv = h / int(p.group());
+
+  T* const stages = reinterpret_cast<T*>(shared_memory);
+  T* const tile = stages + 2 * Z::kStage;  // P (queries, keys)
+
+  const Scores<In> scores(p, b, h);
+  const QuerySlices<In> q(p.q, b, h, p.dim_qk);
+  const KeySlices<In> k(p.k, b, h_kv, p.dim_qk);
+  const RowSlices<In> v(p.v, b, h_kv, p.dim_v);
+  const int queries = scores.visible.queries, keys = scores.visible.keys;
+  const int score_slices = int(pieces_or_one(p.dim_qk, Z::kSlice));
+  const bool two_halves = p.dim_v - column0 > Z::kHalf;
+  const bool drops = p.dropout.threshold != 0;
+  const T factor = drops ? T(p.dropout.scale()) : T(1);
+
+  const KeyRange range = scores.visible.of_queries(i0, i0 + Z::kQueries - 1);
+  const int first = range.begin / Z::kKeys * Z::kKeys;
+
+  const auto q_rows = q.rows(i0, queries);
+  const auto copy_scores = [&](const auto& k_rows, int slice, T* stage) {
+    q(stage, q_rows, slice * Z::kSlice);
+    k(stage + Z::kQueries * Z::kSlicePitch, k_rows, slice * Z::kSlice);
+  };
+  const auto copy_values = [&](int j0, int slice, T* stage) {
+    v(stage, v.rows(j0 + slice * Z::kSlice, keys), column0);
+  };
+
+  OutputChunk<T, Z::kRows> o;
+  clear(o);
+  // The running maximum and sum of the rows stay in shared memory: 16 registers fewer. The first thread of each row
+  // writes them, after the shuffles of row_max() in which all have read.
+  T* const maxima = tile + Z::kTileSize;
+  T* const sums = maxima + Z::kQueries;
+  if (thread_column() == 0) {
+#pragma unroll
+    for (int r = 0; r < Z::kRows; r++) {
+      maxima[thread_row() + kThreadRows * r] = -infinity<T>();
+      sums[thread_row() + kThreadRows * r] = T(0);
+    }
+  }
+  __syncwarp();  // a row's 16 threads are of one warp
+
+  SliceRing<T> ring(stages);
+  if (range.end > range.begin) ring.start([&](T* stage) { copy_scores(k.rows(first, keys), 0, stage); });
+#pragma unroll 1
+  for (int j0 = first; j0 < range.end; j0 += Z::kKeys) {
+    const auto k_rows = k.rows(j0, keys);
+    ScoreTile<T> s;
+    clear(s);
+    ring.run(
+        score_slices, [&](int n, T* stage) { copy_scores(k_rows, n, stage); },
+        [&](T* stage) { copy_values(j0, 0, stage); },
+        [&](int, const T* stage) { multiply_rows<T>(s, stage); });
+    scores.finish(s, i0, j0, tile);
+
+    const ScoreSet kept = drops ? scores.kept(i0, j0) : ~ScoreSet(0);
+#pragma unroll
+    for (int r = 0; r < Z::kRows; r++) {
+      const int row = thread_row() + kThreadRows * r;
+      const T before = maxima[row];
+      const T now = max(before, row_max(max(max(s[r][0], s[r][1]), max(s[r][2], s[r][3]))));
+      const T reference =
+          now == -infinity<T>() ? T(0) : now;  // nothing visible yet: exp(-inf - 0) = 0, not NaN
+      const T rescale = exponential(before - reference);
+      T sum = T(0);
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const T probability = exponential(s[r][c] - reference);
+        sum += probability;
+        own_score(tile, r, c) = kept & score_bit(r, c) ? probability * factor : T(0);
+      }
+      sum = row_sum(sum);
+      if (thread_column() == 0) {
+        maxima[row] = now;
+        sums[row] = sums[row] * rescale + sum;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int e = 0; e < Z::kVector; e++) o[half][r][e] *= rescale;
+      }
+    }
+    __syncwarp();  // the 16 threads that wrote a row of P are those that read it
+
+    const int value_slices = int(pieces(min(keys - j0, Z::kKeys), Z::kSlice));
+    ring.run(
+        value_slices, [&](int n, T* stage) { copy_values(j0, n, stage); },
+        [&](T* stage) {
+          if (j0 + Z::kKeys < range.end) copy_scores(k.rows(j0 + Z::kKeys, keys), 0, stage);
+        },
+        [&](int n, const T* stage) {
+          if (two_halves) {
+            multiply_tile<0, 2, T>(o, tile, n * Z::kSlice, stage);
+          } else {
+            multiply_tile<0, 1, T>(o, tile, n * Z::kSlice, stage);
+          }
+        });
+  }
+
+  const T sink = p.sinks.present ? read_term<In>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
+#pragma unroll
+  for (int r = 0; r < Z::kRows; r++) {
+    const int i = i0 + thread_row() + kThreadRows * r;
+    const int row = thread_row() + kThreadRows * r;
+    T row_max = maxima[row], total = sums[row];
+    const bool empty = total == T(0) || i >= queries;  // no key took part; a sink does not count
+    if (empty) {
+      row_max = -infinity<T>();
+      total = T(0);
+    }
+    const T with_sink = max(row_max, sink);
+    const T reference = with_sink == -infinity<T>() ? T(0) : with_sink;
+    const T rescale = exponential(row_max - reference);
+    total = total * rescale + exponential(sink - reference);
+    if (i >= p.len_q) continue;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int e = 0; e < Z::kVector; e++) o[half][r][e] = empty ? T(0) : o[half][r][e] * (rescale / total);
+      const int column = column0 + half * Z::kHalf + Z::kVector * thread_column();
+      store_vector<In>(params.output.out.at(b, h, i, 0), column, o[half][r], int(p.dim_v) - column);
+    }
+    if (column0 == 0 && thread_column() == 0) {
+      const T log_sum = total == T(0) ? T(0) : log(total);
+      *reinterpret_cast<T*>(params.output.lse.at(b, h, i, 0)) = with_sink + log_sum;
+      *reinterpret_cast<T*>(params.output.lse_parts.at(b, h, i, 0)) = with_sink;
+      *reinterpret_cast<T*>(params.output.lse_parts.at(b, h, i, 1)) = log_sum;
+    }
+  }
+}
+
+}  // namespace attn_ext::cuda::simt

@@ -1,0 +1,171 @@
+// From raw products to logits: scale, softcap, bias, float mask, ALiBi, visibility; and dropout's choice. The rules are
+// those of csrc/cpu/scores.h. Which of them apply is the same for all threads: branches, not variants of the kernels.
+#pragma once
+
+#include "../tile/philox.cuh"
+#include "../tile/visibility.cuh"
+#include "products.cuh"
+
+namespace attn_ext::cuda::simt {
+
+// A set of a thread's scores, one bit each.
+using ScoreSet = uint32_t;
+__device__ constexpr ScoreSet score_bit(int r, int c) { return ScoreSet(1) << (4 * r + c); }
+
+// A number of a bias, mask, slope or sink: of q's dtype, or float32 beside half types.
+template <class In>
+__device__ __forceinline__ Math<In> read_term(const char* at, DType dtype) {
+  if (sizeof(typename Element<In>::Stored) < sizeof(float) && dtype == DType::kFloat32) {
+    return *reinterpret_cast<const float*>(at);
+  }
+  return Element<In>::widen(*reinterpret_cast<const typename Element<In>::Stored*>(at));
+}
+
+__device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
+__device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
+
+// The scores of one head.
+template <class In>
+class Scores {
+ public:
+  using T = Math<In>;
+  using Z = Tile<T>;
+
+  __device__ __forceinline__ Scores(const AttentionParams& p, int b, int h)
+      : visible(p, b), p_(p), b_(b), h_(h),
+        has_options_(has_cap() || p.bias.present || p.float_mask.present || p.bool_mask.present ||
+                     p.alibi_slopes.present) {}
+
+  const Visibility visible;
+
+  // A cap this large changes no logit that a kernel can tell apart, and its reciprocal would lose its last bits.
+  __device__ __forceinline__ bool has_cap() const {
+    return p_.softcap > 0 && p_.softcap < (sizeof(T) == 4 ? 1e30 : 1e300);
+  }
+
+  // Products of queries i0 .. and keys j0 .. become logits, -inf where hidden. `tile` is scratch: the thread uses its
+  // own places. With softcap they hold the derivative d(capped)/d(raw) afterwards.
+  __device__ __forceinline__ void finish(ScoreTile<T>& s, int i0, int j0, T* tile) const {
+    const T scale = T(p_.scale);
+#pragma unroll
+    for (int r = 0; r < Z::kRows; r++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) s[r][c] *= scale;
+    }
+    const KeyRange inner = visible.of_all_queries(i0, i0 + Z::kQueries - 1);
+    if (!has_options_ && inner.begin <= j0 && j0 + Z::kKeys <= inner.end) return;
+
+    // One row after another, to have the code of the options once. Registers cannot be indexed by a loop variable:
+    // the way in goes through shared memory, the way out through predicated moves.
+#pragma unroll
+    for (int r = 0; r < Z::kRows; r++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) own_score(tile, r, c) = s[r][c];
+    }
+#pragma unroll 1
+    for (int row = 0; row < Z::kRows; row++) {
+      T x[4];
+#pragma unroll
+      for (int c = 0; c < 4; c++) x[c] = own_score(tile, row, c);
+      finish_row(x, i0 + thread_row() + kThreadRows * row, j0 + thread_column(), &own_score(tile, row, 0));
+#pragma unroll
+      for (int r = 0; r < Z::kRows; r++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) s[r][c] = r == row ? x[c] : s[r][c];
+      }
+    }
+  }
+
+  // |i + Nk - Nq - j|, what ALiBi multiplies its slope with.
+  __device__ __forceinline__ T distance(int i, int j) const {
+    const int64_t d = i + p_.len_k - p_.len_q - j;
+    return T(d < 0 ? -d : d);
+  }
+
+  // The probabilities that survive dropout. One Philox call serves 8 neighbouring keys of a row: half of the 16 threads
+  // of a row draw for it, the other half for the next row, and the bits change hands.
+  __device__ __forceinline__ ScoreSet kept(int i0, int j0) const {
+    static_assert(Z::kKeys == 8 * 8 && kThreadColumns == 2 * 8, "8 groups of 8 keys for two rows at a time");
+    const uint64_t key = p_.dropout.key();
+    const int x = anew(threadIdx.x) % kThreadColumns;
+    ScoreSet result = 0;
+#pragma unroll 1
+    for (int r = 0; r < Z::kRows; r += 2) {
+      const int i = i0 + thread_row() + kThreadRows * (r + x / 8);
+      const Philox4 random = philox(key, uint32_t(j0 / 8 + x % 8), uint32_t(i), uint32_t(h_), uint32_t(b_));
+      uint32_t bits = 0;
+#pragma unroll
+      for (int n = 0; n < 8; n++) {
+        const uint32_t number = random.word[n / 2] >> (16 * (n % 2)) & 0xffffu;
+        bits |= uint32_t(number >= p_.dropout.threshold) << n;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {  // key x + 16 c is number x % 8 of group 2 c + x / 8
+          const uint32_t group = __shfl_sync(0xffffffffu, bits, 8 * half + 2 * c + x / 8, kThreadColumns);
+          result |= (group >> (x % 8) & 1) << (4 * (r + half) + c);
+        }
+      }
+    }
+    return result;
+  }
+
+ private:
+  // Four scores of query i, keys j, j + 16 .. j + 48.
+  __device__ __forceinline__ void finish_row(T (&x)[4], int i, int j, T* slopes) const {
+    if (has_cap()) cap(x, slopes);
+    const KeyRange keys = visible.of_query(i);
+    bool seen[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int key = j + kThreadColumns * c;
+      seen[c] = keys.begin <= key && key < keys.end;
+    }
+    if (p_.bias.present) add(p_.bias, x, i, j, seen);
+    if (p_.float_mask.present) add(p_.float_mask, x, i, j, seen);
+    if (p_.alibi_slopes.present) {
+      const T slope = read_term<In>(p_.alibi_slopes.at(b_, h_, 0, 0), p_.alibi_slopes.dtype);
+#pragma unroll
+      for (int c = 0; c < 4; c++) x[c] -= slope * distance(i, j + kThreadColumns * c);
+    }
+    if (p_.bool_mask.present) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        if (seen[c]) seen[c] = *p_.bool_mask.at(b_, h_, i, j + kThreadColumns * c) != 0;
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) x[c] = seen[c] ? x[c] : -infinity<T>();
+  }
+
+  __device__ __forceinline__ void cap(T (&x)[4], T* slopes) const {
+    constexpr T kLargest = sizeof(T) == 4 ? T(3.4028234663852886e38) : T(1.7976931348623157e308);
+    // Finite also for a tiny cap, which leaves only the sign of a logit: 0 * inf would be NaN.
+    const T limit = T(p_.softcap), inverse = limit > T(1) / kLargest ? T(1) / limit : kLargest;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const T t = tanh_of(x[c] * inverse);
+      x[c] = t * limit;
+      slopes[kThreadColumns * c] = T(1) - t * t;
+    }
+  }
+
+  // A term of -inf hides the key whatever its product is, NaN included.
+  __device__ __forceinline__ void add(const StridedView& term, T (&x)[4], int i, int j,
+                                      bool (&seen)[4]) const {
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      if (!seen[c]) continue;
+      const T value = read_term<In>(term.at(b_, h_, i, j + kThreadColumns * c), term.dtype);
+      seen[c] = value != -infinity<T>();
+      x[c] += value;
+    }
+  }
+
+  const AttentionParams& p_;
+  const int b_, h_;
+  const bool has_options_;
+};
+
+}  // namespace attn_ext::cuda::simt

@@ -1,0 +1,294 @@
+// dQ. A block owns a tile of queries of one head, keeps their gradient in registers and walks over the keys they see:
+//   S = Q K^T, dP = dO V^T             (queries x keys; Q and dO are the A fragments)
+//   dS = exp2(scale * S - lse) * (dP - delta)
+//   dQ += dS K                         (dS turns from a C into an A fragment within a thread)
+// S and dP are those of backward_dkdv.cuh once more: two products of seven, paid for having no atomics, no float32 dQ in
+// memory, and the same bits in every run.
+#pragma once
+
+#include "backward_logits.cuh"
+#include "backward_tile.cuh"
+
+namespace attn_ext::cuda {
+
+template <class Half, int kDim, bool kFull>
+struct BackwardDq {
+  static constexpr BackwardTile kTile = dq_tile(kDim, kFull);
+  static constexpr int kThreads = kTile.threads(), kQueries = kTile.rows(), kKeys = kTile.stream;
+  static constexpr int kChunk = kTile.chunk, kM = kTile.warp_rows / 16;
+  static constexpr int kRowBytes = shared_row_bytes(kDim), kStreamBytes = kKeys * kRowBytes;
+  static constexpr int kStageBytes = dq_stage_bytes(kDim, kFull);
+  static_assert(!kFull || (kM == 1 && kChunk == 16));
+  using Lanes = RowLanes<kDim, kThreads>;
+  using OwnLoader = RowLoader<kDim, kTile.rows(), kThreads>;
+  using StreamLoader = RowLoader<kDim, kTile.stream, kThreads>;
+
+  static __device__ __forceinline__ void run(const BackwardParams& params) {
+    extern __shared__ __align__(128) char shared[];
+    const AttentionParams& p = params.problem;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    // Blocks of one head follow each other, so that they find its keys in the L2 cache; last queries first, which see
+    // most keys under a causal mask.
+    const int tiles_of_queries = int((p.len_q + kQueries - 1) / kQueries);
+    const int64_t head_of_all = blockIdx.x / tiles_of_queries;
+    const int64_t b = head_of_all / p.heads_q, head = head_of_all % p.heads_q, head_kv = head / p.group();
+    const int first_query = (tiles_of_queries - 1 - int(blockIdx.x % tiles_of_queries)) * kQueries;
+
+    const Visibility visibility(p, b);
+    const KeyRange seen = visibility.of_queries(first_query, first_query + kQueries - 1);
+    const KeyRange whole = visibility.of_all_queries(first_query, first_query + kQueries - 1);
+    // Key tiles begin .. end - 1 are seen by some of the queries; those from whole_begin to whole_end - 1 are seen by
+    // all and need no mask.
+    const int begin = seen.begin / kKeys, end = (seen.end + kKeys - 1) / kKeys;
+    const int whole_begin = (whole.begin + kKeys - 1) / kKeys, whole_end = whole.end / kKeys;
+
+    FragmentC grad_q[kM][kDim / 8];
+    clear(grad_q);
+    const int warp_query = first_query + warp * kTile.warp_rows;
+    [[maybe_unused]] float alibi_sum = 0.0f;  // this lane's share of the slope's gradient
+    if constexpr (kFull) clear_bias_gradient(params, b, head, first_query, begin * kKeys, end * kKeys);
+
+    if (begin < end) {
+      const uint32_t ring = shared_address(shared) + (2 - kTile.held) * kQueries * kRowBytes;
+      uint32_t lane_destination = Lanes::row() * kRowBytes + Lanes::byte();
+      keep_in_register(lane_destination);
+
+      // The block's own queries and rows of dO.
+      const uint32_t queries_shared = kTile.held >= 1 ? ring : ring - kQueries * kRowBytes;
+      const uint32_t grads_shared = kTile.held == 2 ? ring + kQueries * kRowBytes : shared_address(shared);
+      {
+        const OwnLoader queries(p.q, b, head, first_query, int(p.dim_qk));
+        const OwnLoader grads(params.io.grad_out, b, head, first_query, int(p.dim_v));
+        queries.load(queries_shared + lane_destination, visibility.queries - first_query, p.q.data);
+        grads.load(grads_shared + lane_destination, visibility.queries - first_query, p.q.data);
+        commit_copies();
+      }
+      // Row terms of the lane's rows of C fragments. Rows past the last one repeat it: they are not stored.
+      const float* terms[kM][2];
+#pragma unroll
+      for (int m = 0; m < kM; m++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int query = min(warp_query + m * 16 + r * 8 + lane / 4, int(p.len_q) - 1);
+          terms[m][r] = params.row_terms + (head_of_all * params.row_stride + query) * row_term_size(kFull);
+        }
+      }
+      const uint32_t own_offset = warp * kTile.warp_rows * kRowBytes + lane_offset_a<kRowBytes>();
+      OwnOperand<kDim, kTile.warp_rows, kTile.held >= 1> own_queries;
+      OwnOperand<kDim, kTile.warp_rows, kTile.held == 2> own_grads;
+      wait_for_copies<0>();
+      __syncthreads();  // all threads' copies have arrived
+      own_queries.set(queries_shared + own_offset);
+      own_grads.set(grads_shared + own_offset);
+      if (kTile.held < 2) keep_in_register(own_grads.address);
+      if (kTile.held < 1) keep_in_register(own_queries.address);
+      if (kTile.held > 0) __syncthreads();  // all warps have read them before the ring takes their memory
+
+      StreamLoader keys(p.k, b, head_kv, begin * kKeys, int(p.dim_qk));
+      StreamLoader values(p.v, b, head_kv, begin * kKeys, int(p.dim_v));
+      int keys_left = visibility.keys - begin * kKeys;
+      uint32_t write_stage = ring;
+
+      // Past the last tile nothing is read.
+      auto copy_next = [&] {
+        keys.load(write_stage + lane_destination, keys_left, p.k.data);
+        values.load(write_stage + lane_destination + kStreamBytes, keys_left, p.k.data);
+        commit_copies();
+        keys.source += kKeys * keys.row_bytes;
+        values.source += kKeys * values.row_bytes;
+        keys_left -= kKeys;
+        write_stage = 2 * ring + kStageBytes - write_stage;
+      };
+
+      uint32_t offset_b = lane_offset_b_pair<kRowBytes>(), offset_t = lane_offset_a<kRowBytes>();
+      keep_in_register(offset_b);
+      keep_in_register(offset_t);
+      const float scale_log2 = float(p.scale) * kLog2E;
+      uint32_t stage = ring;
+
+      copy_next();
+      if constexpr (kFull) {
+        const BackwardLogits<Half> logits(p, b, head);
+        const float4 rows[2] = {*reinterpret_cast<const float4*>(terms[0][0]),
+                                *reinterpret_cast<const float4*>(terms[0][1])};
+        const float keep_scale = float(p.dropout.scale());
+        float alibi = 0.0f;
+        for (int tile = begin; tile < end; tile++) {
+          wait_for_copies<0>();
+          __syncthreads();  // the tile has arrived for all; all are done with the one whose memory copy_next() takes
+          copy_next();
+#pragma unroll 1
+          for (int first = 0; first < kKeys; first += kChunk) {
+            FragmentC score[1][2], grad[1][2], slope[2];
+            clear(score);
+            clear(grad);
+            multiply_rows<Half, kDim, 1, 16>(score, own_queries, stage + offset_b + first * kRowBytes);
+            multiply_rows<Half, kDim, 1, 16>(grad, own_grads,
+                                             stage + offset_b + kStreamBytes + first * kRowBytes);
+            const ScoreBlock<false> block{warp_query, tile * kKeys + first};
+            const uint32_t visible = logits.visible(block), kept = logits.kept(block);
+            logits.finish(score[0], slope, visible, block);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+#pragma unroll
+              for (int e = 0; e < 4; e++) {
+                const float4 row = rows[e / 2];  // max, -log, -delta
+                const float grad_prob = test(kept, n, e) ? grad[0][n].reg[e] * keep_scale : 0.0f;
+                const float grad_logit =
+                    test(visible, n, e) ? probability(score[0][n].reg[e], row.x, row.y) * (grad_prob + row.z)
+                                        : 0.0f;
+                const int i = block.query(n, e), j = block.key(n, e);
+                if (p.alibi_slopes.present) alibi -= grad_logit * logits.distance(i, j);
+                store_bias_gradient(params, b, head, i, j, grad_logit);
+                grad[0][n].reg[e] = grad_logit * slope[n].reg[e];
+              }
+            }
+            FragmentA grad_score[1] = {pack<Half>(grad[0][0], grad[0][1])};
+            multiply_columns<Half, kDim>(grad_q, grad_score, stage + offset_t + first * kRowBytes);
+          }
+          stage = 2 * ring + kStageBytes - stage;
+        }
+        alibi_sum = alibi;
+      } else {
+        float minus_lse[kM][2], minus_delta[kM][2];
+#pragma unroll
+        for (int m = 0; m < kM; m++) {
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const float2 row = *reinterpret_cast<const float2*>(terms[m][r]);
+            minus_lse[m][r] = row.x;
+            minus_delta[m][r] = row.y;
+          }
+        }
+        // One tile of keys, without a branch, so that the assembler overlaps all of it.
+        auto step = [&](auto masked, int tile) {
+          constexpr bool kMasked = decltype(masked)::value;
+          wait_for_copies<0>();
+          __syncthreads();  // the tile has arrived for all; all are done with the one whose memory copy_next() takes
+          const uint32_t keys_b = stage + offset_b, keys_t = stage + offset_t;
+          const int lane_key = tile * kKeys + lane % 4 * 2;
+          const TileMask mask(visibility, lane_key, warp_query + lane / 4, visibility.keys - lane_key);
+#pragma unroll
+          for (int first = 0; first < kKeys; first += kChunk) {
+            FragmentC score[kM][kChunk / 8], grad[kM][kChunk / 8];
+            clear(score);
+#pragma unroll
+            for (int m = 0; m < kM; m++) {
+#pragma unroll
+              for (int n = 0; n < kChunk / 8; n++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) grad[m][n].reg[e] = minus_delta[m][e / 2];
+              }
+            }
+            multiply_rows<Half, kDim, kM, kChunk>(score, own_queries, keys_b + first * kRowBytes);
+            // Copies stand after the first product: the assembler moves no ldmatrix across them.
+            if (first == 0) copy_next();
+            multiply_rows<Half, kDim, kM, kChunk>(grad, own_grads, keys_b + kStreamBytes + first * kRowBytes);
+#pragma unroll
+            for (int m = 0; m < kM; m++) {
+#pragma unroll
+              for (int n = 0; n < kChunk / 8; n++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                  const float prob = exp2_fast(fmaf(score[m][n].reg[e], scale_log2, minus_lse[m][e / 2]));
+                  float grad_score = prob * grad[m][n].reg[e];
+                  if (kMasked) {
+                    const int key = first + n * 8 + e % 2, query = m * 16 + e / 2 * 8;
+                    const bool visible = mask.visible(key - query, key);
+                    grad_score = visible ? grad_score : 0.0f;
+                  }
+                  grad[m][n].reg[e] = grad_score;
+                }
+              }
+            }
+#pragma unroll
+            for (int n = 0; n < kChunk / 16; n++) {
+              FragmentA grad_score[kM];
+#pragma unroll
+              for (int m = 0; m < kM; m++) grad_score[m] = pack<Half>(grad[m][2 * n], grad[m][2 * n + 1]);
+              multiply_columns<Half, kDim>(grad_q, grad_score, keys_t + (first + n * 16) * kRowBytes);
+            }
+          }
+          stage = 2 * ring + kStageBytes - stage;
+        };
+
+#pragma unroll 1
+        for (int tile = begin; tile < end;) {
+          if (tile >= whole_begin && tile < whole_end) {
+#pragma unroll 1
+            do {
+              step(Bool<false>{}, tile);
+              tile++;
+            } while (tile < whole_end);
+          } else {
+            step(Bool<true>{}, tile);
+            tile++;
+          }
+        }
+      }
+      wait_for_copies<0>();
+      __syncthreads();  // all warps are done with the ring, whose memory now takes the gradient
+    }
+
+    store_gradient<Half, kDim>(grad_q, float(p.scale), params.io.grad_q, b, head, warp_query,
+                               visibility.queries, int(p.len_q), int(p.dim_qk),
+                               shared + warp * kTile.warp_rows * kRowBytes);
+    if constexpr (kFull) {
+      if (params.io.grad_alibi_slopes.present)
+        store_alibi_sum(params, head_of_all, first_query / kQueries, alibi_sum, shared);
+    }
+  }
+
+ private:
+  // A bias as large as the scores takes their gradient as it is; backward_bias.cuh has the others.
+  static __device__ __forceinline__ bool takes_scores(const AttentionParams& p, const StridedView& grad,
+                                                      const int64_t (&size)[4]) {
+    return grad.present && size[0] == p.batch && size[1] == p.heads_q && size[2] == p.len_q &&
+           size[3] == p.len_k;
+  }
+
+  static __device__ __forceinline__ void store_bias_gradient(const BackwardParams& params, int64_t b,
+                                                             int64_t h, int i, int j, float x) {
+    const AttentionParams& p = params.problem;
+    const BackwardIO& io = params.io;
+    if (i >= p.len_q || j >= p.len_k) return;
+    if (takes_scores(p, io.grad_bias, io.bias_size))
+      *reinterpret_cast<float*>(io.grad_bias.at(b, h, i, j)) = x;
+    if (takes_scores(p, io.grad_float_mask, io.float_mask_size)) {
+      *reinterpret_cast<float*>(io.grad_float_mask.at(b, h, i, j)) = x;
+    }
+  }
+
+  // Zero for the keys that none of the block's queries sees: those before `begin` and from `end` on.
+  static __device__ void clear_bias_gradient(const BackwardParams& params, int64_t b, int64_t h,
+                                             int first_query, int begin, int end) {
+    const AttentionParams& p = params.problem;
+    if (!takes_scores(p, params.io.grad_bias, params.io.bias_size) &&
+        !takes_scores(p, params.io.grad_float_mask, params.io.float_mask_size)) {
+      return;
+    }
+    for (int i = first_query + threadIdx.x / 32; i < min(first_query + kQueries, int(p.len_q));
+         i += kThreads / 32) {
+      for (int j = threadIdx.x % 32; j < int(p.len_k); j += 32) {
+        if (j < begin || j >= end) store_bias_gradient(params, b, h, i, j, 0.0f);
+      }
+    }
+  }
+
+  // The block's share of the slope's gradient, added up in a fixed order.
+  static __device__ void store_alibi_sum(const BackwardParams& params, int64_t head, int tile, float x,
+                                         char* shared) {
+    __syncthreads();  // all have stored their gradient, whose memory this takes
+    float* sums = reinterpret_cast<float*>(shared);
+    sums[threadIdx.x] = x;
+    __syncthreads();  // all shares are there
+    if (threadIdx.x == 0) {
+      float sum = 0.0f;
+      for (int t = 0; t < kThreads; t++) sum += sums[t];
+      static_cast<float*>(params.alibi_sums)[head * params.alibi_tiles + tile] = sum;
+    }
+  }
+};
+
+}  // namespace attn_ext::cuda

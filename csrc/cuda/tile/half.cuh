@@ -1,0 +1,58 @@
+// The two half types as tags, and the conversions kernels need. 16 bits travel as uint16_t, pairs as uint32_t with the
+// element of the lower column in the lower half, as tensor-core fragments want them.
+#pragma once
+
+#include <cstdint>
+
+namespace attn_ext::cuda {
+
+struct f16 {
+  // Largest finite value: probabilities above it would turn into infinity when packed.
+  static constexpr float kLargest = 65504.0f;
+  // How far the sum of a thread's probabilities of one tile may grow above a maximum that is out of date.
+  static constexpr float kOptimisticLimit = 32768.0f;
+};
+struct bf16 {
+  static constexpr float kLargest = 3.3895314e38f;
+  static constexpr float kOptimisticLimit =
+      1.1529215e18f;  // 2^60: half the exponents remain for the sum of P V
+};
+
+template <class Half>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<f16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <class Half>
+__device__ __forceinline__ float to_float(uint16_t bits);
+
+template <>
+__device__ __forceinline__ float to_float<f16>(uint16_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+
+template <>
+__device__ __forceinline__ float to_float<bf16>(uint16_t bits) {
+  return __uint_as_float(uint32_t(bits) << 16);
+}
+
+template <class Half>
+__device__ __forceinline__ uint16_t to_half(float x) {
+  return uint16_t(pack<Half>(x, 0.0f));
+}
+
+}  // namespace attn_ext::cuda

@@ -1,0 +1,127 @@
+"""attn_ext.launch_plan: which kernels a GPU would run, for which memory, told without a GPU."""
+
+import pytest
+import torch
+from oracle import qkv, randn
+
+import attn_ext
+
+
+def kernels(*args, **options):
+    return [launch.kernel for launch in attn_ext.launch_plan(*args, **options).launches]
+
+
+def half(**sizes):
+    return qkv(batch=1, len_q=100, len_k=120, dtype=torch.float16, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "bucket"),
+    [(1, 1, 32), (32, 7, 32), (33, 1, 64), (59, 96, 96), (128, 128, 128), (129, 8, 192), (8, 256, 256)],
+)
+def test_head_dims_run_in_the_next_bucket(dim, dim_v, bucket):
+    assert kernels(*half(dim=dim, dim_v=dim_v)) == [f"attn_fwd_sm80_f16_d{bucket}"]
+
+
+def test_head_dims_above_256_run_in_the_kernel_that_tiles_them():
+    assert kernels(*half(dim=257)) == ["attn_fwd_simt_f16"]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "f32"), (torch.float64, "f64")])
+def test_wide_types_run_on_cuda_cores(dtype, name):
+    assert kernels(*qkv(dtype=dtype)) == [f"attn_fwd_simt_{name}"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": torch.ones(100, 120, dtype=torch.bool)},
+        {"mask": randn(100, 120, dtype=torch.float16)},
+        {"bias": randn(1, 1, 100, 120, dtype=torch.float16)},
+        {"alibi_slopes": torch.ones(2, dtype=torch.float16)},
+        {"sinks": torch.ones(2, dtype=torch.float16)},
+        {"softcap": 3.0},
+        {"dropout_p": 0.5},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_options_beyond_lengths_and_windows_take_the_full_kernel(options):
+    assert kernels(*half(dim=64), **options) == ["attn_fwd_sm80_f16_d64_full"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (3, 0)}, {"key_lengths": [7]}, {"scale": 2.0}]
+)
+def test_lean_options_take_the_lean_kernel(options):
+    assert kernels(*half(dim=64), **options) == ["attn_fwd_sm80_f16_d64"]
+
+
+def test_few_queries_split_the_keys_and_join_them():
+    q, k, v = qkv(batch=1, heads=8, heads_kv=2, len_q=1, len_k=4000, dim=128, dtype=torch.bfloat16)
+    decode, combine = attn_ext.launch_plan(q, k, v).launches
+    assert decode.kernel == "attn_decode_sm80_bf16_d128"
+    assert decode.grid[0] > 2  # more blocks than KV heads
+    assert combine.kernel == "attn_decode_combine_bf16"
+    assert combine.grid == (8, 1, 1)  # a block a row
+
+
+def test_splits_depend_on_the_gpu_and_not_on_its_state():
+    q, k, v = qkv(batch=1, heads=8, len_q=1, len_k=4000, dim=128, dtype=torch.bfloat16)
+    plans = [attn_ext.launch_plan(q, k, v, arch=arch) for arch in ("sm_80", "sm_80", "sm_89")]
+    grids = [plan.launches[0].grid for plan in plans]
+    assert grids[0] == grids[1] != grids[2]
+
+
+def test_buffers_cover_inputs_and_results_exactly():
+    q, k, v = half(dim=64)
+    plan = attn_ext.launch_plan(q, k, v, key_lengths=[7])
+    sizes = {buffer.name: buffer.nbytes for buffer in plan.buffers}
+    assert sizes["q"] == q.numel() * 2
+    assert sizes["k"] == k.numel() * 2
+    assert sizes["key_lengths"] == 8
+    places = {buffer.name: buffer.data_ptr for buffer in plan.buffers}
+    assert places["q"] == q.data_ptr()
+    assert places["out"] == plan.results["out"].data_ptr()
+    assert plan.results["lse_parts"].shape == (1, 2, 100, 2)
+
+
+def test_a_strided_view_is_read_where_it_lies():
+    packed = randn(1, 100, 3, 2, 64, dtype=torch.float16)  # (B, N, qkv, H, D)
+    q, k, v = (packed[:, :, n].transpose(1, 2) for n in range(3))
+    places = {buffer.name: buffer.data_ptr for buffer in attn_ext.launch_plan(q, k, v).buffers}
+    assert (places["q"], places["k"], places["v"]) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+
+
+@pytest.mark.parametrize("what", ["offset", "row pitch"])
+def test_rows_that_cannot_be_read_in_16_byte_pieces_are_copied_once(what):
+    _, k, v = half(dim=64)
+    if what == "offset":
+        q = randn(1 * 2 * 100 * 64 + 1, dtype=torch.float16)[1:].view(1, 2, 100, 64)
+    else:
+        q = randn(1, 2, 100, 65, dtype=torch.float16)[..., :64]
+    places = {buffer.name: buffer.data_ptr for buffer in attn_ext.launch_plan(q, k, v).buffers}
+    assert places["q"] != q.data_ptr()
+    assert places["q"] % 16 == 0
+    assert places["k"] == k.data_ptr()
+
+
+def test_no_query_launches_nothing():
+    assert kernels(*qkv(len_q=0)) == []
+    assert str(attn_ext.launch_plan(*qkv(len_q=0))) == "nothing to launch"
+
+
+def test_more_heads_than_a_grid_axis_holds():
+    q = torch.zeros(1, 70_000, 17, 8, dtype=torch.float16)
+    assert attn_ext.launch_plan(q, q, q).launches[0].grid == (70_000, 1, 1)
+
+
+def test_bad_arguments_name_what_is_allowed():
+    q, k, v = half(dim=64)
+    with pytest.raises(ValueError, match=r"arch must be one of sm_80, .*got 'sm_75'"):
+        attn_ext.launch_plan(q, k, v, arch="sm_75")
+    with pytest.raises(ValueError, match=r"direction must be 'forward' or 'backward', got 'sideways'"):
+        attn_ext.launch_plan(q, k, v, direction="sideways")
+    with pytest.raises(TypeError, match=r"grad_out is needed for direction='backward', got None"):
+        attn_ext.launch_plan(q, k, v, direction="backward", out=q, lse=torch.zeros(1, 2, 100))
+    with pytest.raises(ValueError, match="softcap"):
+        attn_ext.launch_plan(q, k, v, softcap=-1.0)
