@@ -1,0 +1,74 @@
+"""Which PTX lines of the CUDA kernels no test reached: `pytest --kernel-lines=FILE` writes them.
+
+A line that no test reaches is a line that nobody has seen work. Those that are right to stay unreached are
+named in EXPECTED; any other makes the run fail.
+"""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import cuda_kernels
+
+# (regular expression on "file.cuh: source line | PTX instruction", reason)
+EXPECTED = []
+
+
+def gathered():
+    """This process's part, as text for another process."""
+    return json.dumps([[*key, sorted(lines)] for key, lines in cuda_kernels.unexecuted.items()])
+
+
+def merge(parts):
+    """{(kernel, arch): lines that no process reached}"""
+    merged = {}
+    for text in parts:
+        for kernel, arch, lines in json.loads(text):
+            merged.setdefault((kernel, arch), set(lines)).intersection_update(lines)
+    return merged
+
+
+def source_lines(text):
+    """{PTX line: (file, line)} by the .loc directives that -lineinfo leaves."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.MULTILINE))
+    where, found = None, {}
+    for number, line in enumerate(text.splitlines(), 1):
+        m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line)
+        if m and m[2] != "0":  # line 0: made by the compiler
+            where = files[m[1]], int(m[2])
+        found[number] = where
+    return found
+
+
+def described(text, number):
+    """The source line of a PTX line: "file.cuh:12: its text"."""
+    path, line = source_lines(text).get(number) or ("?", 0)
+    return f"{Path(path).name}:{line}: {_line(path, line)}"
+
+
+def report(merged):
+    """(text for people, number of PTX lines that are not in EXPECTED)"""
+    out, unexplained = [], 0
+    for (kernel, arch), lines in sorted(merged.items()):
+        text = cuda_kernels.ptx(kernel, arch)
+        ptx, origin = text.splitlines(), source_lines(text)
+        counts = {}
+        for number in sorted(lines, key=lambda n: (origin.get(n) or ("", 0), n)):
+            path, line = origin.get(number) or ("?", 0)
+            subject = f"{Path(path).name}: {_line(path, line)} | {ptx[number - 1].strip()}"
+            reason = next((why for pattern, why in EXPECTED if re.search(pattern, subject)), None)
+            unexplained += reason is None
+            row = f"{Path(path).name}:{line}: {_line(path, line)}", reason
+            counts[row] = counts.get(row, 0) + 1
+        out.append(f"{kernel} ({arch}): {len(lines)} PTX lines never executed")
+        out += [f"    {where}  [{n}]" + (f"  {why}" if why else "") for (where, why), n in counts.items()]
+    return "\n".join(out), unexplained
+
+
+@functools.lru_cache(1000)
+def _line(path, number):
+    try:
+        return Path(path).read_text().splitlines()[number - 1].strip()
+    except (OSError, IndexError):
+        return "?"

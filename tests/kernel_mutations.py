@@ -1,0 +1,141 @@
+"""Leaves out each barrier, wait, commit and fence of a CUDA kernel in turn: does a test notice?
+
+    python tests/kernel_mutations.py attn_fwd_sm80_f16_d64
+
+A synchronisation that nobody misses is either redundant, and then it does not belong into the source, or it
+guards against something that the cases do not show. Runs in ptxrun, some seconds a synchronisation.
+"""
+
+import argparse
+import itertools
+from typing import NamedTuple
+
+import cuda_kernels
+import oracle
+import ptxrun
+import torch
+from kernel_lines import described
+from ptxrun import mutate
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
+
+
+class Mutation(NamedTuple):
+    line: int  # of the PTX
+    instruction: str
+    source: str  # "file.cuh: text of the source line"
+    outcome: str  # how it was noticed, "not executed" or "not noticed"
+
+    def __str__(self):
+        return f"PTX line {self.line}: {self.instruction}  ({self.source}): {self.outcome}"
+
+
+class _Recorder:
+    """A ptxrun.Module that keeps the lines that none of its launches reached."""
+
+    def __init__(self, module):
+        self.module, self.unexecuted = module, None
+
+    def launch(self, *args, **options):
+        r = self.module.launch(*args, **options)
+        self.unexecuted = set(r.unexecuted) & (self.unexecuted or set(r.unexecuted))
+        return r
+
+
+def mutations(kernel, cases, arch="sm_80"):
+    """Tries every synchronisation of a kernel.
+
+    cases: functions of an attention function (see cuda_kernels.attention_on) that fail where it is wrong.
+    Yields a Mutation each.
+    """
+    text = cuda_kernels.ptx(kernel, arch)
+    recorder = _Recorder(ptxrun.Module(text))
+    _run(kernel, recorder, cases, arch)
+    function = recorder.module.find(kernel)
+    first, last = (recorder.module.prog.code[i].line for i in (function.start, function.end - 1))
+    for line, instruction in mutate.synchronisations(text, range(first, last + 1)):
+        if line in recorder.unexecuted:
+            outcome = "not executed"
+        else:
+            outcome = _outcome(kernel, ptxrun.Module(mutate.without(text, line)), cases, arch)
+        yield Mutation(line, instruction, described(text, line), outcome)
+
+
+def _outcome(kernel, module, cases, arch):
+    try:
+        _run(kernel, module, cases, arch)
+    except ptxrun.PtxError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    except AssertionError as error:
+        return f"wrong result: {str(error).splitlines()[0]}"
+    return "not noticed"
+
+
+def _run(kernel, module, cases, arch):
+    def modules(name, architecture):
+        return module if name == kernel else cuda_kernels.module(name, architecture)
+
+    for case in cases:
+        case(cuda_kernels.attention_on("ptxrun", arch, modules))
+
+
+def cases_of(dtype, dim, *, backward, full, few_queries=False):
+    """Problems of several tiles in both directions, ragged, in and outside a band."""
+    len_q = 3 if few_queries else 150
+    given = oracle.qkv(batch=1, heads=2, heads_kv=1, len_q=len_q, len_k=333, dim=dim, dtype=dtype)
+    options = [{}, {"window": (100, 0)}, {"causal": True, "key_lengths": [290]}]
+    if full:
+        bias = oracle.randn(1, 2, len_q, 333, dtype=dtype)
+        options = [{"bias": bias, **o} for o in options]
+
+    def case(chosen):
+        def run(call):
+            if backward:
+                oracle.check(*given, call=call, **chosen)
+                return
+            out, lse = call(*given, **chosen)
+            truth, plain = (oracle.oracle(*given, **chosen, dtype=t) for t in (torch.float64, dtype))
+            oracle.assert_close("out", out, truth[0], plain[0])
+            oracle.assert_close("lse", lse, truth[1], truth[1])
+
+        return run
+
+    return [case(o) for o in options]
+
+
+def cases_for(kernel):
+    """Cases that launch a kernel, by its name."""
+    words = kernel.split("_")
+    dtype = next(DTYPES[w] for w in words if w in DTYPES)
+    dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), None)
+    if dim is None:
+        dim = 300 if dtype in oracle.HALF else 40  # half types of such head dims run in the simt kernels
+    return cases_of(
+        dtype,
+        dim,
+        backward="bwd" in words,
+        full="full" in words or "bias" in words,
+        few_queries="decode" in words,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernel", nargs="+")
+    parser.add_argument("--arch", default="sm_80")
+    arguments = parser.parse_args()
+    found = itertools.chain.from_iterable(
+        mutations(kernel, cases_for(kernel), arguments.arch) for kernel in arguments.kernel
+    )
+    missed = 0
+    for mutation in found:
+        print(mutation, flush=True)
+        missed += mutation.outcome in ("not executed", "not noticed")
+    print(f"{missed} synchronisations that no case needs")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,25 @@
+"""Each barrier, wait, commit and fence of the CUDA kernels is needed: see kernel_mutations.py."""
+
+import re
+
+import kernel_mutations
+import nvcc
+import pytest
+
+pytestmark = [nvcc.needed, pytest.mark.slow]
+
+# One kernel of each source: f16 and bf16, and head dims with the same tiling, share their synchronisation.
+KERNELS = [
+    *(f"attn_fwd_sm80_f16_d{dim}{kind}" for dim in (64, 128) for kind in ("", "_full")),
+    "attn_decode_sm80_f16_d64",
+    "attn_fwd_simt_f32",
+]
+REDUNDANT = {}  # regular expression on str(Mutation): why it may go unnoticed
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_synchronisation_is_needed(kernel):
+    found = list(kernel_mutations.mutations(kernel, kernel_mutations.cases_for(kernel)))
+    missed = [str(m) for m in found if m.outcome in ("not noticed", "not executed")]
+    assert found, f"{kernel} has no synchronisation at all"
+    assert [m for m in missed if not any(re.search(pattern, m) for pattern in REDUNDANT)] == []
