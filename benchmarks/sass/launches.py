@@ -1,0 +1,44 @@
+"""Block size and dynamic shared memory of every kernel, as attn_ext's launch planner says."""
+
+import itertools
+
+from .build import Launch
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256, 320)  # the buckets, and one for kernels that take any
+
+
+def planned(arch: str) -> tuple[dict[str, Launch], str]:
+    """(kernel -> launch, what is not known and why). attn_ext need not be installed to read machine code."""
+    try:
+        import torch
+
+        from attn_ext import launch_plan
+    except ImportError as error:
+        return {}, f"Dynamic shared memory is not known: {error}"
+    found: dict[str, Launch] = {}
+    refused: set[str] = set()
+    prefill, decode = (32, 1024, 1024), (4, 1, 8192)  # H, Nq, Nk: tiles for a whole GPU, or one query
+    types = {"float16": HEAD_DIMS, "bfloat16": HEAD_DIMS, "float32": HEAD_DIMS, "float64": (64,)}
+    for name, head_dims in types.items():
+        for d, (heads, queries, keys) in itertools.product(head_dims, (prefill, decode)):
+            # expand(): strides of 0, so that these take no memory.
+            dtype = getattr(torch, name)
+            q, k = (torch.zeros(1, 1, n, d, dtype=dtype).expand(1, heads, n, d) for n in (queries, keys))
+            every_term = {
+                "bias": torch.zeros(1, 1, 1, 1, dtype=dtype),
+                "alibi_slopes": torch.zeros(heads),
+                "sinks": torch.zeros(heads),
+            }
+            sums = torch.float64 if name == "float64" else torch.float32
+            backward = {"out": q, "grad_out": q, "lse": torch.zeros(1, heads, queries, dtype=sums)}
+            for terms, io in itertools.product(({}, every_term), ({}, backward)):
+                try:
+                    plan = launch_plan(
+                        q, k, k, direction="backward" if io else "forward", arch=arch, **io, **terms
+                    )
+                except (RuntimeError, ValueError) as error:  # reported: it is no fault of the machine code
+                    refused.add(str(error))
+                    continue
+                for launch in plan.launches:
+                    found[launch.kernel] = Launch(launch.block[0], launch.shared_bytes)
+    return found, " ".join(f"launch_plan refuses: {text}" for text in sorted(refused))
