@@ -65,7 +65,7 @@ def attention(
     if in_transform():
         # The Function refuses what it cannot do; the raw op would drop a tangent without a word.
         return _Attention.apply(*tensors[:3], *options, *tensors[3:])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return _EagerAttention.apply(*tensors[:3], *options, *tensors[3:])
     return _below_autograd(_forward_op, *tensors[:3], *options, *tensors[3:])
 

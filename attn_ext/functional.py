@@ -80,14 +80,6 @@ def attention(
 
     Sources: Vaswani et al. 2017 (arXiv 1706.03762, section 3.2.1); tiling: Dao 2023 (arXiv 2307.08691, 3.1).
     """
-    if (
-        mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is query_lengths is None
-        and generator is return_weights is deterministic is None
-        and not return_lse
-        and _is_zero(dropout_p)
-        and (out := _plain(q, k, v, scale, arguments.alignment(causal), True)) is not None
-    ):
-        return out
     if return_weights is not None and not (
         isinstance(return_weights, str) and return_weights in RETURN_WEIGHTS
     ):
@@ -98,14 +90,27 @@ def attention(
         raise arguments.ArgumentValueError(
             f"deterministic must be None, True or False, got {deterministic!r}"
         )
-    q, k, v, terms, rng_state, options = resolve(
-        q, k, v, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
-        dropout_p=dropout_p, generator=generator,
-    )  # fmt: skip
-    out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options)
-    if return_weights is None:
-        return (out, lse) if return_lse else out
+    if (
+        mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is query_lengths is None
+        and generator is None
+        and not return_lse
+        and return_weights != "colsum"
+        and _is_zero(dropout_p)
+        and (out := _plain(q, k, v, scale, arguments.alignment(causal), True)) is not None
+    ):
+        if return_weights is None:
+            return out
+        terms = (None,) * 7
+        options = _autograd.Options(arguments.scale_factor(scale, q.shape[3]), arguments.alignment(causal))
+    else:
+        q, k, v, terms, rng_state, options = resolve(
+            q, k, v, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
+            dropout_p=dropout_p, generator=generator,
+        )  # fmt: skip
+        out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options)
+        if return_weights is None:
+            return (out, lse) if return_lse else out
     if return_weights == "full":
         p = weights.full(q, k, *terms, options)
     elif return_weights == "mean_heads":

@@ -206,4 +206,6 @@ def _column(lengths, device):
 
 def no_autocast(t):
     """float32 stays float32 inside; meta tensors have no autocast and need nothing."""
-    return contextlib.nullcontext() if t.is_meta else torch.autocast(t.device.type, enabled=False)
+    if t.is_meta or not torch.is_autocast_enabled(t.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False)

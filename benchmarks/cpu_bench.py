@@ -21,6 +21,9 @@ How it measures:
 includes building the graph. "backward" is the gradient of that call for q, k, v and bias, without the call.
 A forward counts 4 D operations for each visible (query, key) pair of a head, a backward 10 D: five products.
 What a mask hides is counted, what causal=True hides is not. A decode step is judged by the bytes of K and V.
+"module" and "weights" are MultiHeadAttention and torch.nn.MultiheadAttention in self-attention on a short
+sequence, without and with the weights that it returns by default: forward in eval mode without gradients, where
+torch has a path of its own, the others in training mode, gradients being those of the parameters.
 
 --isa sets the variables below and starts anew: the libraries read them when they are loaded or first used.
 """
@@ -61,7 +64,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 class Case(NamedTuple):
-    kind: str  # full, causal, mask, bias, decode, small
+    kind: str  # full, causal, mask, bias, decode, small, module, weights
     dtype: torch.dtype
     queries: int
     keys: int
@@ -76,6 +79,12 @@ class Case(NamedTuple):
         """GFLOP/s; for a decode step GB/s of K and V."""
         if self.kind == "decode":
             return HEADS * 2 * self.keys * self.head_dim * self.dtype.itemsize / seconds / 1e9
+        if self.kind in (
+            "module",
+            "weights",
+        ):  # the four projections, next to which attention is nothing here
+            products = 16 if self.direction == "backward" else 8
+            return products * self.queries * (HEADS * self.head_dim) ** 2 / seconds / 1e9
         pairs = self.queries * (self.queries + 1) // 2 if self.kind == "causal" else self.queries * self.keys
         return HEADS * pairs * self.head_dim * (10 if self.direction == "backward" else 4) / seconds / 1e9
 
@@ -90,7 +99,11 @@ def cases(args: argparse.Namespace) -> list[Case]:
         for d, n, kind in sizes:
             found += [Case(kind, dtype, n, n, d, direction) for direction in ("forward", "backward")]
         found.append(Case("decode", dtype, 1, DECODE_KEYS, 128, "forward"))
-        found += [Case("small", dtype, 16, 16, 64, way) for way in ("forward", "training", "backward")]
+        found += [
+            Case(kind, dtype, 16, 16, 64, direction)
+            for kind in ("small", "module", "weights")
+            for direction in ("forward", "training", "backward")
+        ]
     return [case for case in found if re.search(args.only, str(case))]
 
 
@@ -105,6 +118,8 @@ def build(case: Case) -> dict[str, Callable]:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(case.dtype)
 
+    if case.kind in ("module", "weights"):
+        return build_modules(case, randn(1, case.queries, HEADS * case.head_dim))
     q, k, v = (randn(1, HEADS, n, case.head_dim) for n in (case.queries, case.keys, case.keys))
     leaves = [q, k, v]
     causal, mask = case.kind == "causal", None
@@ -124,9 +139,27 @@ def build(case: Case) -> dict[str, Callable]:
         calls["attn_ext.attention"] = functools.partial(attn_ext.attention, q, k, v)
     if case.direction != "backward":
         return calls
-    grad = randn(*q.shape)
-    gradient = functools.partial(torch.autograd.grad, inputs=leaves, grad_outputs=grad, retain_graph=True)
-    return {name: functools.partial(gradient, call()) for name, call in calls.items()}
+    return {name: gradient(call(), leaves) for name, call in calls.items()}
+
+
+def build_modules(case: Case, x: torch.Tensor) -> dict[str, Callable]:
+    """The same for the modules; x (1, N, 8 D)."""
+    theirs = torch.nn.MultiheadAttention(x.shape[2], HEADS, batch_first=True, dtype=case.dtype)
+    modules = {"torch": theirs, "attn_ext": attn_ext.MultiHeadAttention.from_torch(theirs)}
+
+    def call(module: torch.nn.Module) -> torch.Tensor:
+        return module(x, x, x, need_weights=case.kind == "weights")[0]
+
+    if case.direction == "forward":
+        return {name: torch.no_grad()(functools.partial(call, m.eval())) for name, m in modules.items()}
+    if case.direction == "training":
+        return {name: functools.partial(call, m) for name, m in modules.items()}
+    return {name: gradient(call(m), list(m.parameters())) for name, m in modules.items()}
+
+
+def gradient(out: torch.Tensor, leaves: list[torch.Tensor]) -> Callable:
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return functools.partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
 
 
 def check_agreement(case: Case, functions: dict[str, Callable]) -> None:

@@ -97,10 +97,11 @@ def _disjoint(buffers):
     return merged
 
 
-def attention_on(device, arch="sm_80", modules=module, **launch_options):
+def attention_on(device, arch="sm_80", multiprocessors=None, modules=module, **launch_options):
     """A function like attn_ext.attention(..., return_lse=True) that runs on "ptxrun" or "cuda".
 
-    Tensors are on the CPU. arch, modules and launch_options: those of carry_out, for ptxrun.
+    Tensors are on the CPU. For ptxrun only: arch and multiprocessors as for launch_plan, modules and
+    launch_options as for carry_out.
     """
     if device == "cuda":
         return _on_cuda
@@ -114,7 +115,8 @@ def attention_on(device, arch="sm_80", modules=module, **launch_options):
         for name in ("mask", "bias", "alibi_slopes", "sinks"):
             if options.get(name) is not None:
                 tensors[name] = options.pop(name)
-        return _Planned.apply(run, arch, options, tuple(tensors), *tensors.values())
+        target = {"arch": arch, "multiprocessors": multiprocessors}
+        return _Planned.apply(run, {**options, **target}, tuple(tensors), *tensors.values())
 
     return attention
 
@@ -131,8 +133,8 @@ class _Planned(torch.autograd.Function):
     """The kernels of the two plans: forward and backward."""
 
     @staticmethod
-    def forward(ctx, run, arch, options, names, *tensors):
-        ctx.run, ctx.arch, ctx.options, ctx.names = run, arch, options, names
+    def forward(ctx, run, options, names, *tensors):
+        ctx.run, ctx.options, ctx.names = run, options, names
         results = run(ctx_plan(ctx, tensors))
         out, lse = results["out"], results["lse"]
         ctx.save_for_backward(out, results["lse_parts"], *tensors)
@@ -151,16 +153,14 @@ class _Planned(torch.autograd.Function):
         for name, t in zip(ctx.names, tensors, strict=True):
             g = results.get("grad_" + ("float_mask" if name == "mask" else name))
             grads.append(None if g is None else g.reshape(t.shape).to(t.dtype))
-        return None, None, None, None, *grads
+        return None, None, None, *grads
 
 
 def ctx_plan(ctx, tensors, **direction):
     """The plan of a call: every plan of it draws the same random numbers."""
     draws = ctx.options.get("generator")
     state = draws.get_state() if draws else None
-    plan = attn_ext.launch_plan(
-        **dict(zip(ctx.names, tensors, strict=True)), **ctx.options, **direction, arch=ctx.arch
-    )
+    plan = attn_ext.launch_plan(**dict(zip(ctx.names, tensors, strict=True)), **ctx.options, **direction)
     if draws:
         draws.set_state(state)
     return plan

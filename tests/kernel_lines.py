@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import cuda_kernels
+import nvcc
 
 # (regular expression on "file.cuh: source line | PTX instruction", reason)
 EXPECTED = []
@@ -30,13 +31,18 @@ def merge(parts):
 
 
 def source_lines(text):
-    """{PTX line: (file, line)} by the .loc directives that -lineinfo leaves."""
+    """{PTX line: (file, line)} by the .loc directives that -lineinfo leaves.
+
+    What is inlined from a header of CUDA counts as the line of csrc/ that calls it.
+    """
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.MULTILINE))
+    ours = {n for n, path in files.items() if Path(path).is_relative_to(nvcc.CSRC)}
     where, found = None, {}
     for number, line in enumerate(text.splitlines(), 1):
-        m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line)
+        m = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)(?:.*\binlined_at\s+(\d+)\s+(\d+))?", line)
         if m and m[2] != "0":  # line 0: made by the compiler
-            where = files[m[1]], int(m[2])
+            file, at = (m[1], m[2]) if m[1] in ours or not m[3] else (m[3], m[4])
+            where = files[file], int(at)
         found[number] = where
     return found
 

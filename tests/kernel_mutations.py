@@ -76,7 +76,7 @@ def _run(kernel, module, cases, arch):
         return module if name == kernel else cuda_kernels.module(name, architecture)
 
     for case in cases:
-        case(cuda_kernels.attention_on("ptxrun", arch, modules))
+        case(cuda_kernels.attention_on("ptxrun", arch, modules=modules))
 
 
 def cases_of(dtype, dim, *, backward, full, few_queries=False):

@@ -1,17 +1,19 @@
 """benchmarks/gpu_check.py without a GPU: what it would measure, how it shows it, and that it always ends."""
 
 import itertools
+import json
 import os
 import sys
 import time
 from pathlib import Path
 
+import gpu_check
 import pytest
 import torch
 from gpu import measure as gpu_measure
 from gpu.cases import PROVIDERS, Case, all_right, best_ratio, cases, render, row
 from gpu.watch import run_tests, watch
-from other_python import run_python
+from other_python import IMPORT_FROM, run_python
 
 import attn_ext
 
@@ -198,6 +200,24 @@ def test_the_tests_are_counted_and_stopped_in_time(tmp_path):
     assert "stopped after 15 s" in stopped["says"]
     file.write_text(header)
     assert not run_tests((file.name,), tmp_path, 60)["passed"]  # nothing ran
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_fails_is_written_and_fails_the_check(tmp_path, monkeypatch):
+    """Its own measuring process, which finds no GPU: every case fails, none stops the rest."""
+    monkeypatch.setattr(gpu_check, "cannot_run", lambda: "")
+    monkeypatch.setattr(gpu_check, "environment", lambda: {"GPU": "none"})
+    monkeypatch.setenv("PYTHONPATH", str(IMPORT_FROM))
+    files = [tmp_path / "a.json", tmp_path / "a.txt"]
+    few = "H32/8 +N1x16384|bfloat16.*N512x512 D64 +causal"
+    options = ["--no-tests", "--json", files[0], "--table", files[1], "--only", few]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *map(str, options)])
+    assert gpu_check.main() == 1
+    written = json.loads(files[0].read_text())
+    assert len(written["results"]) == 1 + 2
+    assert all("failed" in each for each in written["results"])
+    assert written["not_reached"] == []
+    assert files[1].read_text().count("FAILED: ") == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

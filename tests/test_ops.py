@@ -133,6 +133,18 @@ def test_raw_ops_are_differentiable():
         assert torch.equal(a, b)
 
 
+def test_raw_ops_are_differentiable_with_defaults():
+    """torch leaves out arguments that have their default, so the derivatives see fewer of them."""
+    q, k, v = inputs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    grads = torch.autograd.grad(FORWARD(q, k, v)[0].sin().sum(), inputs, create_graph=True)
+    want = torch.autograd.grad(attn_ext.attention(q, k, v, scale=1.0).sin().sum(), inputs, create_graph=True)
+    for a, b in zip(grads, want, strict=True):
+        assert torch.equal(a, b)
+    again, want = (torch.autograd.grad(sum(g.square().sum() for g in gs), inputs) for gs in (grads, want))
+    for a, b in zip(again, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def sum_through_autograd(args):
     out, lse, _ = autograd.attention(*args[:3], *args[9:], autograd.Options(*args[3:9]))
     return out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()

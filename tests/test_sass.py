@@ -10,6 +10,7 @@ pytest.importorskip("cuxray", reason="benchmarks/sass reads machine code with cu
 
 import sass_report
 from sass import build, gates, tables
+from sass.conflicts import shared_accesses
 from sass.costs import replay, tally
 from sass.disassembly import Function, Instruction, parse
 from sass.gpus import A100, GPUS
@@ -89,7 +90,7 @@ def test_costs_count_what_each_unit_does():
     assert (costs.instructions, costs.stall_cycles, costs.local_bytes) == (7, 26, 8)
     assert costs.tensor == 2  # TF32 m16n8k8: half the products of f16 m16n8k16, at half the rate
     assert costs.pipes(A100) == {
-        "tensor": 16, "issue": 7, "fma": 2, "alu": 0, "mufu": 8, "shared": 4 * 4
+        "tensor": 16, "issue": 7, "fma": 2, "double": 0, "alu": 0, "mufu": 8, "shared": 4 * 4
     }  # fmt: skip
     assert costs.pipes(GPUS["RTX 4090"])["tensor"] == 64
 
@@ -109,6 +110,45 @@ def test_replay_waits_for_results_that_nothing_hides():
     )
     assert replay([commit, wait_all], A100) == 500 + 10
     assert replay([commit, *[filler] * 10, wait_but_one], A100) == 10 + 500 + 10  # it came a trip ago
+
+
+LANE_ADDRESS = ("1 S2R R0, SR_TID.X", "1 IMAD.SHL.U32 R1, R0, 0x10, RZ")
+GUARDED = "1 @P0 IMAD.SHL.U32 R1, R0, 0x80, RZ"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["1 LDS.128 R4, [R1]"], "proven"),
+        ([GUARDED.replace("@P0 ", ""), "1 LDS.128 R4, [R1]"], "8-way"),  # rows of 128 bytes
+        # What a predicate guards holds under the same predicate, as long as that does not change.
+        ([GUARDED, "1 @P0 LDS.128 R4, [R1]"], "8-way"),
+        ([GUARDED, "1 @P0 IADD3 R1, R1, 0x100, RZ", "1 @P0 LDS.128 R4, [R1]"], "8-way"),
+        ([GUARDED, "1 LDS.128 R4, [R1]"], "unknown"),
+        ([GUARDED, "1 @!P0 LDS.128 R4, [R1]"], "unknown"),
+        ([GUARDED, "1 ISETP.NE.AND P0, PT, R2, RZ, PT", "1 @P0 LDS.128 R4, [R1]"], "unknown"),
+        # Whichever way is taken to a place, and only what can be.
+        (["1 @P0 BRA `(.L_x)", "1 IMAD.SHL.U32 R1, R0, 0x80, RZ", ".L_x:", "1 LDS.128 R4, [R1]"], "unknown"),
+        (["1 @P0 BRA `(.L_x)", "1 IADD3 R1, R1, 0x100, RZ", ".L_x:", "1 LDS.128 R4, [R1]"], "proven"),
+        (["1 BRA `(.L_x)", "1 IMAD.SHL.U32 R1, R0, 0x80, RZ", ".L_x:", "1 LDS.128 R4, [R1]"], "proven"),
+        (["1 HFMA2.MMA R2, -RZ, RZ, 0, 5.960464477539063e-08", "1 LDS.128 R4, [R1+R2.X16]"], "proven"),
+        # A subroutine leaves anything in the registers that it writes.
+        (
+            ["1 CALL.REL.NOINC `($f)", "1 LDS.128 R4, [R1]", "1 EXIT", "$f:", "1 MOV R2, R0", "1 RET R6"],
+            "proven",
+        ),
+        (
+            ["1 CALL.REL.NOINC `($f)", "1 LDS.128 R4, [R1]", "1 EXIT", "$f:", "1 MOV R1, R0", "1 RET R6"],
+            "unknown",
+        ),
+    ],
+)
+def test_addresses_are_followed_through_the_code(lines, found):
+    function = code(*LANE_ADDRESS, *lines, "1 EXIT")
+    addresses = {i.address for i in function.instructions if i.name == "LDS"}
+    conflicts, unknown = shared_accesses(function, control_flow(function), 32, addresses)
+    assert (len(conflicts), len(unknown)) == (int("way" in found), int(found == "unknown"))
+    assert all(found in text for text in conflicts)
 
 
 DISASSEMBLY = """

@@ -220,11 +220,7 @@ class MultiHeadAttention(nn.Module):
             return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
-        # (N, H, L, D) views of projections in the caller's layout: no copy between projection and kernel
-        q, k, v = (
-            self._split_heads(x if batched else x.unsqueeze(0), batched)
-            for x in self._project(query, key, value)
-        )
+        q, k, v = self._project(query, key, value, batched)
         sizes = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
         mask, bias = score_terms(key_padding_mask, attn_mask, attn_bias, sizes, batched, v.dtype)
         if self.qk_norm is not None:
@@ -239,12 +235,13 @@ class MultiHeadAttention(nn.Module):
             "window": self.window,
         }
         if self.bias_k is None and not self.add_zero_attn:
-            out, _, weights = self._attend(q, k, v, weights_kind, **options)
+            result = self._attend(q, k, v, return_weights=weights_kind, **options)
+            out, weights = result if need_weights else (result, None)
         else:
             out, weights = self._attend_with_extra_keys(q, k, v, weights_kind, **options)
 
         # (N, H, L, D) -> the caller's layout with heads concatenated
-        out = out.permute(2, 0, 1, 3) if batched and not self.batch_first else out.permute(0, 2, 1, 3)
+        out = out.permute(2, 0, 1, 3) if batched and not self.batch_first else out.transpose(1, 2)
         out = self.out_proj(out.flatten(2))
         if not batched:
             out, weights = out.squeeze(0), weights if weights is None else weights.squeeze(0)
@@ -280,8 +277,13 @@ class MultiHeadAttention(nn.Module):
                 f"(batch_first={self.batch_first}), got {shapes()}"
             )
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (..., H * D), k and v (..., Hkv * D); one product for inputs that are the same tensor."""
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, batched: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (N, H, L, D), k and v (N, Hkv, S, D); one product for inputs that are the same tensor.
+
+        Views of products in the caller's layout: nothing is copied between projection and kernel.
+        """
         # each weight is read once: a parametrized one is computed anew, with side effects, at every reading
         packed, bias = self.in_proj_weight, self.in_proj_bias
         separate = () if packed is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -291,35 +293,35 @@ class MultiHeadAttention(nn.Module):
                 raise ArgumentTypeError(
                     f"{name} is {x.dtype}, the parameters are {parameters.dtype}: convert one of them"
                 )
-        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = (q_dim, kv_dim, kv_dim)
+        heads, kv_heads = self.num_heads, self.num_kv_heads
         if packed is not None and query is key and key is value:
-            return F.linear(query, packed, bias).split(sizes, -1)
+            return self._split_heads(F.linear(query, packed, bias), batched, heads, kv_heads, kv_heads)
+        q_dim, kv_dim = heads * self.head_dim, kv_heads * self.head_dim
+        sizes = (q_dim, kv_dim, kv_dim)
         biases = (None,) * 3 if bias is None else bias.split(sizes)
         if packed is not None and key is value:
+            q = F.linear(query, packed[:q_dim], biases[0])
             kv = F.linear(key, packed[q_dim:], None if bias is None else bias[q_dim:])
-            return F.linear(query, packed[:q_dim], biases[0]), *kv.chunk(2, -1)
+            return *self._split_heads(q, batched, heads), *self._split_heads(kv, batched, kv_heads, kv_heads)
         weights = separate or packed.split(sizes)
-        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-
-    def _split_heads(self, x: Tensor, batched: bool) -> Tensor:
-        """(N, L, H * D), or (L, N, H * D) if batched and not batch_first -> (N, H, L, D)."""
-        x = x.unflatten(-1, (-1, self.head_dim))
-        return x.permute(1, 2, 0, 3) if batched and not self.batch_first else x.permute(0, 2, 1, 3)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, return_weights: str | None, **options):
-        """(out, lse, weights or None)."""
-        out, lse, *weights = attention(
-            q,
-            k,
-            v,
-            softcap=self.softcap,
-            dropout_p=self.dropout if self.training else 0.0,
-            return_lse=True,
-            return_weights=return_weights,
-            **options,
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        return tuple(
+            self._split_heads(x, batched, h)[0] for x, h in ((q, heads), (k, kv_heads), (v, kv_heads))
         )
-        return out, lse, weights[0] if weights else None
+
+    def _split_heads(self, x: Tensor, batched: bool, *heads: int) -> list[Tensor]:
+        """A view (N, h, L, D) for each h of heads; x (N, L, sum(heads) * D), or (L, N, ...) or (L, ...)."""
+        x = x if batched else x.unsqueeze(0)
+        x = x.view(*x.shape[:2], sum(heads), self.head_dim)
+        parts = x.split(heads, 2) if len(heads) > 1 else [x]
+        if batched and not self.batch_first:
+            return [part.permute(1, 2, 0, 3) for part in parts]
+        return [part.transpose(1, 2) for part in parts]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options):
+        """What `attention` returns, with the module's own options."""
+        dropout_p = self.dropout if self.training else 0.0
+        return attention(q, k, v, softcap=self.softcap, dropout_p=dropout_p, **options)
 
     def _attend_with_extra_keys(self, q: Tensor, k: Tensor, v: Tensor, weights_kind: str | None, **options):
         """Attention over k and, unmasked, over the extra keys, joined exactly by their LSEs.
@@ -329,16 +331,19 @@ class MultiHeadAttention(nn.Module):
         """
         extra_k, extra_v = [], []
         if self.bias_k is not None:
-            bias_k, bias_v = (self._split_heads(x.to(v.dtype), True) for x in (self.bias_k, self.bias_v))
+            bias_k, bias_v = (
+                self._split_heads(x.to(v.dtype), True, self.num_kv_heads)[0]
+                for x in (self.bias_k, self.bias_v)
+            )
             extra_k.append(bias_k if self.qk_norm is None else _normalised(self.k_norm, bias_k))
             extra_v.append(bias_v)
         if self.add_zero_attn:
             extra_k.append(k.new_zeros(1, self.num_kv_heads, 1, self.head_dim))
             extra_v.append(v.new_zeros(1, self.num_kv_heads, 1, self.head_dim))
         extra_k, extra_v = (torch.cat(x, 2).expand(q.shape[0], -1, -1, -1) for x in (extra_k, extra_v))
-        per_head = None if weights_kind is None else "full"
-        main = self._attend(q, k, v, per_head, **options)
-        extra = self._attend(q, extra_k, extra_v, per_head)
+        per_head = {"return_lse": True, "return_weights": None if weights_kind is None else "full"}
+        main = self._attend(q, k, v, **per_head, **options)
+        extra = self._attend(q, extra_k, extra_v, **per_head)
         out, lse = merge_attention(*main[:2], *extra[:2])
         if weights_kind is None:
             return out, None

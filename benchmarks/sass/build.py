@@ -130,5 +130,6 @@ def read_all(
             try:
                 kernels += future.result()
             except ToolError as error:
-                problems.append(f"{path.name}: {error}")
+                first = next((line for line in str(error).splitlines() if "error" in line), str(error))
+                problems.append(f"{path.name}: {first}")
     return kernels, problems

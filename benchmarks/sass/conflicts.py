@@ -9,6 +9,8 @@ from cuxray.parse import sass as cuxray_sass
 from .disassembly import Function, Instruction, ToolError
 from .loops import Graph, reverse_postorder
 
+Line = tuple[int, str, str, str]  # address, opcode, operands, predicate
+ONE_RESULT = {"IADD3", "IMAD", "LEA", "LOP3", "MOV", "SEL", "SHF"}
 # What ptxas writes to set a register to a constant without the integer pipes: halves of 0 x 0 + constant.
 CONSTANT = re.compile(r"(R\d+), -RZ, RZ, (\S+), (\S+)")
 
@@ -45,28 +47,64 @@ def for_cuxray(function: Function, graph: Graph) -> cuxray_sass.Function:
     taken for what it holds at its end. And it takes no notice of what a subroutine writes.
     """
     code = []
-
-    def add(address: int, opcode: str, operands: str, predicate: str | None = None) -> None:
-        code.append(cuxray_sass.Instruction(address, opcode, operands, predicate, block=label))
-
     for block in reverse_postorder(0, graph.successors.__getitem__):  # in which its few rounds suffice
         label = f".L_{block}"
+        lines: list[Line] = []
         for i in graph.instructions[block]:
-            opcode, operands = i.opcode, i.operands
             if i.name in ("BRA", "JMP", "BRX", "CALL", "BSSY", "BSYNC"):
-                for register in written_by_subroutine(function, i):
-                    add(-1, "LDSM.16.M88", f"{register}, [RZ]")  # whose result may be anything
-                opcode = "NOP"
-            elif i.name == "HFMA2" and (constant := CONSTANT.fullmatch(operands)):
+                # A subroutine's results may be anything, as those of a matrix load.
+                lines += [(-1, "LDSM.16.M88", f"{r}, [RZ]", "") for r in written_by_subroutine(function, i)]
+                lines.append((i.address, "NOP", "", ""))
+            elif i.name == "HFMA2" and (constant := CONSTANT.fullmatch(i.operands)):
                 low, high = (struct.pack("<e", float(constant[n])) for n in (3, 2))
-                opcode, operands = "MOV", f"{constant[1]}, {int.from_bytes(low + high, 'little'):#x}"
-            add(i.address, opcode, operands, i.predicate or None)
+                value = int.from_bytes(low + high, "little")
+                lines.append((i.address, "MOV", f"{constant[1]}, {value:#x}", i.predicate))
+            else:
+                lines.append((i.address, i.opcode, i.operands, i.predicate))
         ends = graph.successors[block]
-        for number, successor in enumerate(ends):
-            add(-1, "BRA", f"`(.L_{successor})", "@P0" if number < len(ends) - 1 else None)
-        if not ends:
-            add(-1, "EXIT", "")
+        jumps = [(-1, "BRA", f"`(.L_{to})", "@P0" if n < len(ends) - 1 else "") for n, to in enumerate(ends)]
+        for address, opcode, operands, predicate in with_shadows(lines) + (jumps or [(-1, "EXIT", "", "")]):
+            code.append(cuxray_sass.Instruction(address, opcode, operands, predicate or None, block=label))
     return cuxray_sass.Function(".L_0", code)
+
+
+def with_shadows(lines: list[Line]) -> list[Line]:
+    """A block's lines, in which what a predicate guards is kept apart.
+
+    After `@P0 IADD3 R5, ...` R5 may hold the old or the new value, but `@P0 LDGSTS [R5]` uses the new one.
+    So the new one also goes to a register of its own, R5's shadow, for instructions with the same predicate.
+    """
+    result: list[Line] = []
+    shadows: dict[str, str] = {}  # register that has a shadow -> predicate it is valid under
+    for address, opcode, operands, predicate in lines:
+        target, comma, sources = operands.partition(", ")
+        written = re.fullmatch(r"R(\d+)", target)
+        if not written:  # a store: its first operand is an address
+            target = to_shadows(target, shadows, predicate)
+        sources = to_shadows(sources, shadows, predicate)
+        named = re.findall(r"\bP\d\b", operands)  # written or only read: not told apart
+        for register, guard in list(shadows.items()):
+            if guard.lstrip("@!") in named or opcode == "R2P":
+                del shadows[register]
+        if written:
+            for n in range(4):  # some instructions write up to four registers
+                shadows.pop(f"R{int(written[1]) + n}", None)
+            if predicate and not named and opcode.partition(".")[0] in ONE_RESULT and "WIDE" not in opcode:
+                result.append((-1, opcode, f"{shadow(written)}, {sources}", ""))
+                shadows[target] = predicate
+        result.append((address, opcode, f"{target}{comma}{sources}", predicate))
+    return result
+
+
+def to_shadows(operands: str, shadows: dict[str, str], predicate: str) -> str:
+    registers = [register for register, guard in shadows.items() if guard == predicate]
+    for register in registers:
+        operands = re.sub(rf"\bR({register[1:]})\b", shadow, operands)
+    return operands
+
+
+def shadow(register: re.Match) -> str:
+    return f"R{int(register[1]) + 1000}"  # no kernel has as many
 
 
 def written_by_subroutine(function: Function, call: Instruction) -> list[str]:

@@ -13,6 +13,7 @@ TENSOR_UNIT = 16 * 8 * 16
 
 # Which unit executes what. Integer multiplies and float32 share the FMA pipe.
 FMA_PIPE = {"FFMA", "FMUL", "FADD", "FFMA32I", "FMUL32I", "FADD32I", "IMAD", "IMUL", "IDP"}
+DOUBLE_PIPE = {"DFMA", "DADD", "DMUL", "DSETP"}
 ALU_PIPE = {
     *("IADD3", "IADD", "VIADD", "LEA", "IABS", "IMNMX", "VIMNMX", "VABSDIFF", "ISETP", "SEL", "CSEL", "I2FP"),
     *("LOP3", "LOP32I", "PLOP3", "SHF", "SHL", "SHR", "PRMT", "MOV", "BMSK", "SGXT", "P2R", "R2P"),
@@ -81,6 +82,7 @@ class Costs:
             "tensor": self.tensor * gpu.tensor_cycles,
             "issue": float(self.instructions),
             "fma": self.count(FMA_PIPE) * 32 / gpu.fma_lanes,
+            "double": self.count(DOUBLE_PIPE) * 32 / gpu.double_lanes,
             "alu": self.count(ALU_PIPE) * 32 / gpu.alu_lanes,
             "mufu": self.count(SPECIAL_PIPE) * 32 / gpu.mufu_lanes,
             "shared": self.shared_wavefronts * 4,

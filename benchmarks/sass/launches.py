@@ -40,5 +40,7 @@ def planned(arch: str) -> tuple[dict[str, Launch], str]:
                     refused.add(str(error))
                     continue
                 for launch in plan.launches:
-                    found[launch.kernel] = Launch(launch.block[0], launch.shared_bytes)
+                    before = found.get(launch.kernel, Launch(0, 0)).dynamic_shared_bytes
+                    most = max(before, launch.shared_bytes)
+                    found[launch.kernel] = Launch(launch.block[0], most)
     return found, " ".join(f"launch_plan refuses: {text}" for text in sorted(refused))

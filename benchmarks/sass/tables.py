@@ -41,7 +41,7 @@ def _loop(k: Kernel) -> list[str]:
     if loop is None:
         return ["no multiply-adds in a loop", *[""] * 8]
     pipes = loop.costs.pipes(k.gpu)
-    core = pipes.pop("tensor") or pipes["fma"]
+    core = pipes.pop("tensor") or max(pipes["fma"], pipes["double"])
     busiest = max(pipes, key=pipes.__getitem__)
     proven = loop.accesses - len(loop.not_analysed)
     return [
@@ -65,11 +65,13 @@ def loop_details(kernels: list[Kernel]) -> list[str]:
         if loop := k.main_loop:
             counts = sorted(loop.costs.counts.items(), key=lambda item: -item[1])
             pipes = loop.costs.pipes(k.gpu)
-            core = pipes["tensor"] or pipes["fma"]
+            core = pipes["tensor"] or max(pipes["fma"], pipes["double"])
             shares = (f"{name} {cycles / core:.2f}" for name, cycles in pipes.items())
             lines += [f"{k.name}: {loop.label}"]
             lines += ["  instructions: " + "  ".join(f"{name} {n}" for name, n in counts)]
-            lines += [f"  busy / {'tensor' if pipes['tensor'] else 'fma'} busy: " + "  ".join(shares)]
+            lines += [
+                f"  busy / {'tensor' if pipes['tensor'] else 'multiply-add'} busy: " + "  ".join(shares)
+            ]
             lines += [f"  other loop: {text}" for text in k.other_loops]
             lines += [f"  bank conflict: {text}" for text in loop.conflicts]
             lines += [f"  not analysed: {text}" for text in loop.not_analysed]

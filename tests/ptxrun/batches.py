@@ -68,7 +68,7 @@ def constants(code):
 
 
 def plan(code, constant=None):
-    """[Step] for a list of Instr without control flow.  constant: what constants() says of the whole kernel."""
+    """[Step] for a list of Instr without control flow.  constant: constants() of the whole kernel."""
     constant = constant or {}
     steps, part = [], []
     for ins in code:

@@ -159,7 +159,7 @@ class Lanes(Operands):
     def whole_warps(self, m, what):
         ws = None if m is True else np.flatnonzero(m.reshape(-1, 32)[:, 0])
         if self.syncing and self.san:
-            self.base.san.warp_sync(slice(None) if ws is None else ws[: len(ws) // self.k])
+            self.base.san.collective(slice(None) if ws is None else ws[: len(ws) // self.k])
         return ws
 
     def report(self, cls, msg, pc=None, other=None):
@@ -223,7 +223,7 @@ class _LaneSanitizer:
     def read(self, ix, addr, nbytes, pc, atomic=False):
         lanes, san = self.lanes, self.lanes.base.san
         pcs = lanes.pcs[ix][:, None]
-        if not lanes.syncing:
+        if not (lanes.syncing and san.collectives):
             san.read(lanes.tid[ix], addr, nbytes, pcs, atomic)
             return
         t = lanes.tid[ix]

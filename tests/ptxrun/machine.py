@@ -222,7 +222,9 @@ class Machine(Operands):
 
         return guarded
 
-    def reset(self, grid, params, mem, *, on_error, block_races, max_instr, initcheck, batch):
+    def reset(
+        self, grid, params, mem, *, on_error, block_races, max_instr, initcheck, batch, collectives_order
+    ):
         """As newly bound, for a launch with this grid, these parameters and this memory."""
         self.grid, self.mem, self.on_error, self.batch = grid, mem, on_error, batch
         self.block_races, self.max_instr, self.initcheck = block_races, max_instr, initcheck
@@ -239,7 +241,7 @@ class Machine(Operands):
         self.pmem[:] = 0
         self.hits[:] = 0
         if self.san:
-            self.san.reset()
+            self.san.reset(collectives_order)
 
     def launch(self, order):
         """Runs these blocks one after another; the seconds it took."""
@@ -271,7 +273,7 @@ class Machine(Operands):
         """Warps of a collective (.aligned) op: None for all, else an index array.  Parks partial warps."""
         if m is True:
             if self.san:
-                self.san.warp_sync(slice(None))
+                self.san.collective(slice(None))
             return None
         c = m.reshape(-1, 32)
         n = c.sum(1)
@@ -280,7 +282,7 @@ class Machine(Operands):
         if len(part):
             raise self._partial(part, c, what)
         if self.san:
-            self.san.warp_sync(w)
+            self.san.collective(w)
         return w
 
     def _partial(self, part, c, what):

@@ -98,7 +98,10 @@ class Memory:
         self._rebuild()
 
     def check(self, addr, nbytes, tids, what, align=None, write=False):
-        """Are these accesses aligned, and inside what may be read (written)?  addr: int64, one a thread."""
+        """Are these accesses aligned, and inside what may be read (written)?  addr: int64, one a thread.
+
+        Returns the allocation they are in, or one for each where they are in several.
+        """
         if int(np.bitwise_or.reduce(addr)) & ((align or nbytes) - 1):
             i = int(((addr & ((align or nbytes) - 1)) != 0).argmax())
             raise AccessError(
@@ -111,7 +114,7 @@ class Memory:
                 raise AccessError(
                     f"global {what} to {self.names[k]} by thread {int(tids[0])}: it is read-only"
                 )
-            return
+            return k
         k = np.searchsorted(self.s, addr, "right") - 1
         bad = (k < 0) | (addr + nbytes > self.e[k])
         if bad.any():
@@ -126,6 +129,7 @@ class Memory:
             raise AccessError(
                 f"global {what} to {self.names[k[i]]} by thread {int(tids[i])}: it is read-only"
             )
+        return k
 
     def describe(self, a):
         k = bisect.bisect(self.starts, a) - 1
@@ -137,30 +141,33 @@ class Memory:
             out.append(f"{self.starts[k + 1] - a} bytes before {self.names[k + 1]}")
         return "nearest: " + "; ".join(out) if out else "no allocation registered"
 
-    def own(self, addr, nbytes, block, tids):
-        """Optional check across blocks: a byte that another block wrote is written, without atomics."""
-        for j, part in self._allocations(addr):
+    def own(self, k, addr, nbytes, block, tids):
+        """Optional check across blocks: a byte that another block wrote is written, without atomics.
+
+        k: what check() returned for these accesses.
+        """
+        for j, part in self._allocations(k):
             start = self.starts[j]
             shadow = self.owner.get(start)
             if shadow is None:
                 shadow = self.owner[start] = np.zeros(self.ends[j] - start, np.int32)
-            self._foreign(shadow, addr[part] - start, nbytes, block, tids[part], j, "write to")
-            shadow[(addr[part] - start)[:, None] + np.arange(nbytes)] = block + 1
+            at = addr[part] - start
+            self._foreign(shadow, at, nbytes, block, tids[part], j, "write to")
+            shadow[at[:, None] + np.arange(nbytes)] = block + 1
 
-    def own_read(self, addr, nbytes, block, tids):
+    def own_read(self, k, addr, nbytes, block, tids):
         """The same for a read of what another block wrote."""
-        if not self.owner:
-            return
-        for j, part in self._allocations(addr):
+        for j, part in self._allocations(k):
             shadow = self.owner.get(self.starts[j])
             if shadow is not None:
-                self._foreign(shadow, addr[part] - self.starts[j], nbytes, block, tids[part], j, "read of")
+                at = addr[part] - self.starts[j]
+                self._foreign(shadow, at, nbytes, block, tids[part], j, "read of")
 
-    def _allocations(self, addr):
-        """[(allocation, which accesses are in it)] of addresses that were checked."""
-        k = np.searchsorted(self.s, addr, "right") - 1
-        if (k == k[0]).all():
-            return [(int(k[0]), slice(None))]
+    @staticmethod
+    def _allocations(k):
+        """[(allocation, which accesses are in it)]"""
+        if np.ndim(k) == 0:
+            return [(k, slice(None))]
         return [(int(j), k == j) for j in np.unique(k)]
 
     def _foreign(self, shadow, at, nbytes, block, tids, j, what):

@@ -126,6 +126,7 @@ class Module:
         max_instr=None,
         blocks=None,
         batch=True,
+        collectives_order=True,
     ):
         """Run a kernel.
 
@@ -137,7 +138,9 @@ class Module:
         writes or reads a byte that another one wrote.  initcheck=False: allow
         reads of unwritten shared memory (it holds NaN, so use of them still shows).  max_instr: Deadlock
         after so many instructions.  batch=False: one instruction at a time in program order, slower, with
-        the same results (batches.py).
+        the same results (batches.py).  collectives_order: mma, shfl, ldmatrix and the like order the shared
+        accesses of their warp, as on hardware; False holds the kernel against the PTX ISA, which promises
+        that of bar.warp.sync alone.
         """
         mem = mem or self.mem
         f, grid, block = self.find(name), _dim3(grid), _dim3(block)
@@ -157,6 +160,7 @@ class Module:
             max_instr=max_instr,
             initcheck=initcheck,
             batch=batch,
+            collectives_order=collectives_order,
         )
         own = [(m.pbuf.ctypes.data, m.pbuf.nbytes, f"parameters of {f.name}")]
         v = self._variables

@@ -51,8 +51,9 @@ class Sanitizer:
         self.cols.clear()
         self.fence[:] = self.floor
 
-    def reset(self):
-        """As new, for another launch."""
+    def reset(self, collectives):
+        """As new, for another launch.  collectives: do they order their warp's accesses?"""
+        self.collectives = collectives
         self.rtag[: self.W + self.most_cols] = 0
         self.K[:] = 0
         self.ws[:] = 0
@@ -238,6 +239,11 @@ class Sanitizer:
         self.dirty[:] = False
         self.ws[:] = self.now
         self.now += 1
+
+    def collective(self, warps):
+        """Warps whose lanes all executed mma, shfl, ldmatrix or the like."""
+        if self.collectives:
+            self.warp_sync(warps)
 
     def warp_sync(self, warps):
         """warps: slice or index array of warps whose lanes all synchronised."""

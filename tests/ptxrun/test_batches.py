@@ -175,3 +175,5 @@ def test_races_are_found_in_batches(exchange):
     m.launch("k", 1, 64, [out, 0])
     t = np.arange(64)
     np.testing.assert_array_equal(out.reshape(64, SLOTS)[:, :2], np.stack([t ^ 1, t], 1))
+    with pytest.raises(ptxrun.RaceError, match="not ordered after the write"):
+        m.launch("k", 1, 64, [out, 0], collectives_order=False)

@@ -128,6 +128,25 @@ def test_syncwarp_in_one_warp_does_not_hide_or_break_another():
         run(source % "", o, block=64)
 
 
+def test_ldmatrix_orders_its_warp_but_the_isa_does_not_promise_it():
+    source = """K k(u32 *o) {
+      __shared__ __align__(16) u32 s[32]; int t = threadIdx.x; u32 r;
+      s[t] = t;
+      SYNC
+      asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+        : "=r"(r) : "r"(smem_u32(s) + t % 8 * 16));
+      s[t ^ 1] = r; o[t] = r; }"""
+    o = np.zeros(32, np.uint32)
+    reading = source.replace("s[t ^ 1] = r;", "")
+    run(reading.replace("SYNC", "__syncwarp();"), o, collectives_order=False)
+    assert o.tolist() == list(range(32))
+    run(reading.replace("SYNC", ""), o)
+    with pytest.raises(RaceError, match=r"read of .* not ordered after the write"):
+        run(reading.replace("SYNC", ""), o, collectives_order=False)
+    with pytest.raises(RaceError, match=r"write of .* not ordered after the read"):
+        run(source.replace("SYNC", "__syncwarp();"), o)
+
+
 def test_collect_mode_and_unsanitized():
     o = np.zeros(128, np.int32)
     r = run(ROTATE % ("", "", "33", ""), o, block=128, on_error="collect")

@@ -1,3 +1,4 @@
+#include "../registry.h"
 #include "../sm80/backward_bias.cuh"
 
 namespace cuda = attn_ext::cuda;
@@ -6,3 +7,5 @@ extern "C" __global__ void __launch_bounds__(cuda::kBiasThreads)
     attn_bwd_bias_sm80_f16_d32(const __grid_constant__ cuda::BackwardParams params) {
   cuda::BackwardBias<cuda::f16, 32>::run(params);
 }
+
+ATTN_REGISTER_KERNEL(attn_bwd_bias_sm80_f16_d32)

@@ -1,3 +1,4 @@
+#include "../registry.h"
 #include "../sm80/backward_dkdv.cuh"
 
 namespace cuda = attn_ext::cuda;
@@ -13,3 +14,6 @@ extern "C" __global__ void __launch_bounds__(cuda::dkdv_tile(64, true).threads()
     attn_bwd_dkdv_sm80_bf16_d64_full(const __grid_constant__ cuda::BackwardParams params) {
   cuda::BackwardDkDv<cuda::bf16, 64, true>::run(params);
 }
+
+ATTN_REGISTER_KERNEL(attn_bwd_dkdv_sm80_bf16_d64)
+ATTN_REGISTER_KERNEL(attn_bwd_dkdv_sm80_bf16_d64_full)

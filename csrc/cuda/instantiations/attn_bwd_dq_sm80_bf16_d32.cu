@@ -1,3 +1,4 @@
+#include "../registry.h"
 #include "../sm80/backward_dq.cuh"
 
 namespace cuda = attn_ext::cuda;
@@ -13,3 +14,6 @@ extern "C" __global__ void __launch_bounds__(cuda::dq_tile(32, true).threads(),
     attn_bwd_dq_sm80_bf16_d32_full(const __grid_constant__ cuda::BackwardParams params) {
   cuda::BackwardDq<cuda::bf16, 32, true>::run(params);
 }
+
+ATTN_REGISTER_KERNEL(attn_bwd_dq_sm80_bf16_d32)
+ATTN_REGISTER_KERNEL(attn_bwd_dq_sm80_bf16_d32_full)

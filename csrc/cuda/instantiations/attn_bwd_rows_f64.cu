@@ -1,3 +1,4 @@
+#include "../registry.h"
 #include "../sm80/backward_rows.cuh"
 
 namespace cuda = attn_ext::cuda;
@@ -6,3 +7,5 @@ extern "C" __global__ void __launch_bounds__(cuda::kBackwardRowThreads)
     attn_bwd_rows_f64(const __grid_constant__ cuda::BackwardParams params) {
   cuda::BackwardRows<double>::run(params);
 }
+
+ATTN_REGISTER_KERNEL(attn_bwd_rows_f64)

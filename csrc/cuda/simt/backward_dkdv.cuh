@@ -6,6 +6,18 @@
 
 namespace attn_ext::cuda::simt {
 
+// A row with a sink has a maximum even if it sees no key: those that have no probability in this tile get max = inf.
+template <class T>
+__device__ __forceinline__ void mark_idle_rows(const ScoreTile<T>& p, const RowState<T>& rows) {
+#pragma unroll
+  for (int r = 0; r < Tile<T>::kRows; r++) {
+    const bool any = p[r][0] != T(0) || p[r][1] != T(0) || p[r][2] != T(0) || p[r][3] != T(0);
+    const uint32_t warp = __ballot_sync(0xffffffffu, any);  // two rows of 16 threads
+    const uint32_t row = thread_row() % 2 == 0 ? warp & 0xffffu : warp >> 16;
+    if (row == 0 && thread_column() == 0) rows.shared[thread_row() + kThreadRows * r] = infinity<T>();
+  }
+}
+
 template <class In>
 __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
   using T = Math<In>;
@@ -78,7 +90,7 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
       grad_out(stage, grad_out.rows(i0, queries), slice * Z::kSlice);
       v(stage + Z::kQueries * Z::kSlicePitch, v.rows(j0, keys), slice * Z::kSlice);
     };
-    // The gradient of an empty row (max = inf) must not reach dV, not even where it is NaN.
+    // The gradient of a row that attends to nothing (max = inf) must not reach dV, not even where it is NaN.
     const auto copy_grad_out = [&](int slice, T* stage) {
       grad_out_rows(stage, grad_out_rows.rows(i0 + slice * Z::kSlice, queries), column0,
                     [&](int row) { return rows.max(slice * Z::kSlice + row) != infinity<T>(); });
@@ -92,15 +104,20 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
     ring.run(
         score_slices, [&](int n, T* stage) { copy_scores(q, k, i0, n, stage); },
         [&](T* stage) {
-          if (does_v) {
-            copy_grad_out(0, stage);
-          } else {
+          if (!does_v) {
             copy_values(0, stage);
+          } else if (!p.sinks.present) {
+            copy_grad_out(0, stage);
           }
         },
         [&](int, const T* stage) { multiply_rows<T>(s, stage); });
     scores.finish(s, i0, j0, tile);
     to_probabilities<T>(s, rows);
+    if (does_v && p.sinks.present) {
+      mark_idle_rows<T>(s, rows);
+      __syncthreads();  // the rows that others marked
+      ring.start([&](T* stage) { copy_grad_out(0, stage); });
+    }
     const ScoreSet kept = drops ? scores.kept(i0, j0) : ~ScoreSet(0);
     const bool has_cap = scores.has_cap();
 #pragma unroll

@@ -151,7 +151,6 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
       }
     }
     if (!io.grad_q.present) continue;
-    __syncwarp();  // the 16 threads that wrote a row of dS are those that read it
 
     const int key_slices = int(pieces(min(keys - j0, Z::kKeys), Z::kSlice));
     ring.run(

@@ -69,7 +69,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
       sums[thread_row() + kThreadRows * r] = T(0);
     }
   }
-  __syncwarp();  // a row's 16 threads are of one warp
+  __syncwarp();  // a row's 16 threads are of one warp; no other barrier comes where there is no key
 
   SliceRing<T> ring(stages);
   if (range.end > range.begin) ring.start([&](T* stage) { copy_scores(k.rows(first, keys), 0, stage); });
@@ -111,7 +111,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
         for (int e = 0; e < Z::kVector; e++) o[half][r][e] *= rescale;
       }
     }
-    __syncwarp();  // the 16 threads that wrote a row of P are those that read it
 
     const int value_slices = int(pieces(min(keys - j0, Z::kKeys), Z::kSlice));
     ring.run(

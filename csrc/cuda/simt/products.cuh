@@ -133,7 +133,9 @@ class SliceRing {
       T* free = stages_ + current_ * Tile<T>::kStage;
       wait_for_copies<0>();
       mend(arrived);
-      __syncthreads();  // everyone's part of slice n is there, and no one reads the other stage any more
+      // Everyone's part of slice n is there, as is the score tile that was written before the first slice, and no one
+      // reads the other stage any more.
+      __syncthreads();
       if (n + 1 < slices) {
         copy(n + 1, free);
       } else {

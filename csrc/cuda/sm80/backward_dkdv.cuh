@@ -55,7 +55,10 @@ struct BackwardDkDv {
     const KeyRange whole = visibility.queries_of_all_keys(first_key, last_key);
     // Query tiles begin .. end - 1 see some of the keys; those from whole_begin to whole_end - 1 see all and need no mask.
     const int begin = seen.begin / kQueries, end = (seen.end + kQueries - 1) / kQueries;
-    const int whole_begin = (whole.begin + kQueries - 1) / kQueries, whole_end = whole.end / kQueries;
+    // The loop without mask leaves out the last tile of a head, so that it need not know where the next head begins.
+    const bool whole_pieces = (p.dim_qk | p.dim_v) % 8 == 0;
+    const int whole_begin = max((whole.begin + kQueries - 1) / kQueries, begin + 1);
+    const int whole_end = whole_pieces ? whole.end / kQueries : 0;
 
     FragmentC grad_k[kM][kDim / 8], grad_v[kM][kDim / 8];
     clear(grad_k);
@@ -87,41 +90,47 @@ struct BackwardDkDv {
       if (kTile.held < 1) keep_in_register(own_keys.address);
       if (kTile.held > 0) __syncthreads();  // all warps have read them before the ring takes their memory
 
-      // The walk of the copies: over tiles begin .. end - 1 of each head of the group.
+      // The walk of the copies: from the last tile to the first, so that only a head's first one may lack rows.
       const int first_head = int(head_kv) * group;
-      StreamLoader queries(p.q, b, first_head, begin * kQueries, int(p.dim_qk));
-      StreamLoader grads(params.io.grad_out, b, first_head, begin * kQueries, int(p.dim_v));
-      const int64_t query_step = kQueries * queries.row_bytes, grad_step = kQueries * grads.row_bytes;
-      // From a head's last tile to the next head's first.
-      const int64_t query_jump = p.q.stride[1] * 2 - (end - 1 - begin) * query_step;
-      const int64_t grad_jump = params.io.grad_out.stride[1] * 2 - (end - 1 - begin) * grad_step;
+      StreamLoader queries(p.q, b, first_head, (end - 1) * kQueries, int(p.dim_qk));
+      StreamLoader grads(params.io.grad_out, b, first_head, (end - 1) * kQueries, int(p.dim_v));
       constexpr int kTermPieces = kQueries * kTermBytes / 16;  // threads that copy row terms
       static_assert(kTermPieces <= kThreads);
-      const char* next_terms =
-          reinterpret_cast<const char*>(params.row_terms) +
-          ((b * p.heads_q + first_head) * params.row_stride + begin * kQueries) * kTermBytes +
-          threadIdx.x % kTermPieces * 16;
-      const int64_t terms_jump = (params.row_stride - (end - 1 - begin) * kQueries) * kTermBytes;
-      int next = begin, heads_left = group;
-      uint32_t write_stage = ring;
-
-      auto copy_next = [&] {
-        const int valid = heads_left > 0 ? visibility.queries - next * kQueries : 0;
-        queries.load(write_stage + lane_destination, valid, p.q.data);
-        grads.load(write_stage + lane_destination + kStreamBytes, valid, p.q.data);
-        if (threadIdx.x < kTermPieces && heads_left > 0) {
-          copy_async_16(write_stage + 2 * kStreamBytes + threadIdx.x * 16, next_terms);
+      const char* terms =
+          reinterpret_cast<const char*>(params.row_terms) + threadIdx.x % kTermPieces * 16 +
+          ((b * p.heads_q + first_head) * params.row_stride + (end - 1) * kQueries) * kTermBytes;
+      uint32_t write_stage = ring + lane_destination;
+      if (p.dim_qk < kDim || p.dim_v < kDim) {
+        for (int s = 0; s < 2; s++) {
+          clear_outside(queries, write_stage + s * kStageBytes);
+          clear_outside(grads, write_stage + s * kStageBytes + kStreamBytes);
         }
+      }
+
+      // The tile at which the walk stands; `exist` of its rows do, or all where `whole`.
+      auto copy_next = [&](auto whole, int exist) {
+        if constexpr (decltype(whole)::value) {
+          copy_whole_pieces(queries, write_stage);
+          copy_whole_pieces(grads, write_stage + kStreamBytes);
+        } else {
+          queries.load(write_stage, exist, p.q.data);
+          grads.load(write_stage + kStreamBytes, exist, p.q.data);
+        }
+        if (threadIdx.x < kTermPieces)
+          copy_async_16(write_stage - lane_destination + 2 * kStreamBytes + threadIdx.x * 16, terms);
         commit_copies();
-        next++;
-        const bool last = next == end;
-        queries.source += last ? query_jump : query_step;
-        grads.source += last ? grad_jump : grad_step;
-        next_terms += last ? terms_jump : kQueries * kTermBytes;
-        next = last ? begin : next;
-        heads_left -= last ? 1 : 0;
-        write_stage = 2 * ring + kStageBytes - write_stage;
+        queries.step_back();
+        grads.step_back();
+        terms -= kQueries * kTermBytes;
+        write_stage = 2 * (ring + lane_destination) + kStageBytes - write_stage;
       };
+      auto to_next_head = [&] {
+        const int64_t rows = (end - begin) * kQueries;
+        queries.source += p.q.stride[1] * 2 + rows * queries.row_bytes;
+        grads.source += params.io.grad_out.stride[1] * 2 + rows * grads.row_bytes;
+        terms += (params.row_stride + rows) * kTermBytes;
+      };
+      auto copy_any = [&](int tile) { copy_next(Bool<false>{}, visibility.queries - tile * kQueries); };
 
       uint32_t offset_b = lane_offset_b_pair<kRowBytes>(), offset_t = lane_offset_a<kRowBytes>();
       uint32_t offset_terms = 2 * kStreamBytes + lane % 4 * 2 * kTermBytes;
@@ -147,7 +156,7 @@ struct BackwardDkDv {
       };
 
       // One tile of queries, lean variant: four products without a branch, so that the assembler overlaps all of it.
-      auto step = [&](auto masked, int tile) {
+      auto step = [&](auto masked, int tile, int next) {
         constexpr bool kMasked = decltype(masked)::value;
         wait_for_copies<0>();
         __syncthreads();  // the tile has arrived for all; all are done with the one whose memory copy_next() takes
@@ -169,12 +178,21 @@ struct BackwardDkDv {
               grad[m][n] = {{two.y, two.w, two.y, two.w}};  // dP - delta from the start
           }
           clear(score);
-          multiply_rows<Half, kDim, kM, kChunk>(score, own_keys, queries_b + first * kRowBytes);
-          // Copies stand after the first product: the assembler moves no ldmatrix across them.
-          if (first == 0) copy_next();
-          if constexpr (kOfKeys) {
-            multiply_rows<Half, kDim, kM, kChunk>(grad, own_values,
-                                                  queries_b + kStreamBytes + first * kRowBytes);
+          const uint32_t rows_b = queries_b + first * kRowBytes;
+          if constexpr (!kOfKeys) {
+            multiply_rows<Half, kDim, kM, kChunk>(score, own_keys, rows_b);
+          } else if constexpr (kM == 1) {
+            multiply_rows<Half, kDim, kM, kChunk>(score, own_keys, rows_b, grad, own_values,
+                                                  rows_b + kStreamBytes);
+          } else {
+            multiply_rows<Half, kDim, kM, kChunk>(score, own_keys, rows_b);
+            multiply_rows<Half, kDim, kM, kChunk>(grad, own_values, rows_b + kStreamBytes);
+          }
+          // Copies stand after the first products: the assembler moves no ldmatrix across them.
+          if constexpr (!kMasked) {
+            if (first == 0) copy_next(Bool<true>{}, kQueries);
+          } else {
+            if (first == 0 && next >= 0) copy_any(next);
           }
 #pragma unroll
           for (int m = 0; m < kM; m++) {
@@ -203,10 +221,10 @@ struct BackwardDkDv {
       };
 
       // One tile of queries of head h, full variant.
-      auto full_step = [&](const auto& logits, int tile) {
+      auto full_step = [&](const auto& logits, int tile, int next) {
         wait_for_copies<0>();
         __syncthreads();  // as above
-        copy_next();
+        if (next >= 0) copy_any(next);
         const uint32_t queries_b = stage + offset_b, queries_t = stage + offset_t,
                        terms = stage + offset_terms;
         const float keep_scale = float(p.dropout.scale());
@@ -240,30 +258,29 @@ struct BackwardDkDv {
         stage = 2 * ring + kStageBytes - stage;
       };
 
-      copy_next();
-      if constexpr (kFull) {
-        BackwardLogits<Half> logits(p, b, first_head);
-        for (int g = 0; g < group; g++) {
-          logits.set_head(first_head + g);
-          for (int tile = begin; tile < end; tile++) full_step(logits, tile);
-        }
-      } else {
-        int tile = begin;
+      copy_any(end - 1);
 #pragma unroll 1
-        for (int heads = group; heads > 0;) {
-          if (tile >= whole_begin && tile < whole_end) {
+      for (int g = 0; g < group; g++) {
+#pragma unroll 1
+        for (int tile = end - 1; tile >= begin;) {
+          if (!kFull && tile >= whole_begin && tile < whole_end) {
 #pragma unroll 1
             do {
-              step(Bool<false>{}, tile);
-              tile++;
-            } while (tile < whole_end);
+              step(Bool<false>{}, tile, tile - 1);
+              tile--;
+            } while (tile >= whole_begin);
           } else {
-            step(Bool<true>{}, tile);
-            tile++;
-          }
-          if (tile == end) {
-            tile = begin;
-            heads--;
+            int next = tile - 1;
+            if (tile == begin) {
+              next = g + 1 < group ? end - 1 : -1;
+              to_next_head();
+            }
+            if constexpr (kFull) {
+              full_step(BackwardLogits<Half>(p, b, first_head + g), tile, next);
+            } else {
+              step(Bool<true>{}, tile, next);
+            }
+            tile--;
           }
         }
       }

@@ -47,7 +47,8 @@ struct BackwardDq {
     clear(grad_q);
     const int warp_query = first_query + warp * kTile.warp_rows;
     [[maybe_unused]] float alibi_sum = 0.0f;  // this lane's share of the slope's gradient
-    if constexpr (kFull) clear_bias_gradient(params, b, head, first_query, begin * kKeys, end * kKeys);
+    if constexpr (kFull)
+      ScoreGradients(params, b, head).clear_unseen(first_query, begin * kKeys, end * kKeys);
 
     if (begin < end) {
       const uint32_t ring = shared_address(shared) + (2 - kTile.held) * kQueries * kRowBytes;
@@ -110,6 +111,7 @@ struct BackwardDq {
       copy_next();
       if constexpr (kFull) {
         const BackwardLogits<Half> logits(p, b, head);
+        const ScoreGradients score_gradients(params, b, head);
         const float4 rows[2] = {*reinterpret_cast<const float4*>(terms[0][0]),
                                 *reinterpret_cast<const float4*>(terms[0][1])};
         const float keep_scale = float(p.dropout.scale());
@@ -138,10 +140,18 @@ struct BackwardDq {
                 const float grad_logit =
                     test(visible, n, e) ? probability(score[0][n].reg[e], row.x, row.y) * (grad_prob + row.z)
                                         : 0.0f;
-                const int i = block.query(n, e), j = block.key(n, e);
-                if (p.alibi_slopes.present) alibi -= grad_logit * logits.distance(i, j);
-                store_bias_gradient(params, b, head, i, j, grad_logit);
-                grad[0][n].reg[e] = grad_logit * slope[n].reg[e];
+                if (p.alibi_slopes.present) {
+                  alibi -= grad_logit * logits.distance(block.query(n, e), block.key(n, e));
+                }
+                grad[0][n].reg[e] = grad_logit;
+              }
+            }
+            score_gradients.store(block, grad[0]);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+#pragma unroll
+              for (int e = 0; e < 4; e++) {
+                if (test(visible, n, e)) grad[0][n].reg[e] *= slope[n].reg[e];  // a hidden slope may be NaN
               }
             }
             FragmentA grad_score[1] = {pack<Half>(grad[0][0], grad[0][1])};
@@ -231,9 +241,11 @@ struct BackwardDq {
       __syncthreads();  // all warps are done with the ring, whose memory now takes the gradient
     }
 
-    store_gradient<Half, kDim>(grad_q, float(p.scale), params.io.grad_q, b, head, warp_query,
-                               visibility.queries, int(p.len_q), int(p.dim_qk),
-                               shared + warp * kTile.warp_rows * kRowBytes);
+    if (!kFull || params.io.grad_q.present) {  // else only gradients of a bias or of slopes are wanted
+      store_gradient<Half, kDim>(grad_q, float(p.scale), params.io.grad_q, b, head, warp_query,
+                                 visibility.queries, int(p.len_q), int(p.dim_qk),
+                                 shared + warp * kTile.warp_rows * kRowBytes);
+    }
     if constexpr (kFull) {
       if (params.io.grad_alibi_slopes.present)
         store_alibi_sum(params, head_of_all, first_query / kQueries, alibi_sum, shared);
@@ -241,40 +253,55 @@ struct BackwardDq {
   }
 
  private:
-  // A bias as large as the scores takes their gradient as it is; backward_bias.cuh has the others.
-  static __device__ __forceinline__ bool takes_scores(const AttentionParams& p, const StridedView& grad,
-                                                      const int64_t (&size)[4]) {
-    return grad.present && size[0] == p.batch && size[1] == p.heads_q && size[2] == p.len_q &&
-           size[3] == p.len_k;
-  }
+  // Biases as large as the scores, which take their gradient as it is; backward_bias.cuh has the others.
+  struct ScoreGradients {
+    const AttentionParams& p;
+    const BackwardIO& io;
+    int64_t b, h;
+    bool to_bias, to_mask;
 
-  static __device__ __forceinline__ void store_bias_gradient(const BackwardParams& params, int64_t b,
-                                                             int64_t h, int i, int j, float x) {
-    const AttentionParams& p = params.problem;
-    const BackwardIO& io = params.io;
-    if (i >= p.len_q || j >= p.len_k) return;
-    if (takes_scores(p, io.grad_bias, io.bias_size))
-      *reinterpret_cast<float*>(io.grad_bias.at(b, h, i, j)) = x;
-    if (takes_scores(p, io.grad_float_mask, io.float_mask_size)) {
-      *reinterpret_cast<float*>(io.grad_float_mask.at(b, h, i, j)) = x;
-    }
-  }
+    __device__ __forceinline__ ScoreGradients(const BackwardParams& params, int64_t b, int64_t h)
+        : p(params.problem), io(params.io), b(b), h(h), to_bias(has_all(io.grad_bias, io.bias_size)),
+          to_mask(has_all(io.grad_float_mask, io.float_mask_size)) {}
 
-  // Zero for the keys that none of the block's queries sees: those before `begin` and from `end` on.
-  static __device__ void clear_bias_gradient(const BackwardParams& params, int64_t b, int64_t h,
-                                             int first_query, int begin, int end) {
-    const AttentionParams& p = params.problem;
-    if (!takes_scores(p, params.io.grad_bias, params.io.bias_size) &&
-        !takes_scores(p, params.io.grad_float_mask, params.io.float_mask_size)) {
-      return;
+    // The lane's elements of a block.
+    __device__ __forceinline__ void store(const ScoreBlock<false>& block, const FragmentC (&x)[2]) const {
+      if (to_bias) store(BlockAddresses<false>(io.grad_bias, b, h, block), block, x);
+      if (to_mask) store(BlockAddresses<false>(io.grad_float_mask, b, h, block), block, x);
     }
-    for (int i = first_query + threadIdx.x / 32; i < min(first_query + kQueries, int(p.len_q));
-         i += kThreads / 32) {
-      for (int j = threadIdx.x % 32; j < int(p.len_k); j += 32) {
-        if (j < begin || j >= end) store_bias_gradient(params, b, h, i, j, 0.0f);
+
+    // Zero for the keys that none of the block's queries sees: those before `begin` and from `end` on.
+    __device__ void clear_unseen(int first_query, int begin, int end) const {
+      if (!(to_bias || to_mask)) return;
+      const int last_query = min(first_query + kQueries, int(p.len_q));
+      for (int i = first_query + int(threadIdx.x) / 32; i < last_query; i += kThreads / 32) {
+        for (int j = threadIdx.x % 32; j < int(p.len_k); j += 32) {
+          if (j >= begin && j < end) continue;
+          if (to_bias) *reinterpret_cast<float*>(io.grad_bias.at(b, h, i, j)) = 0.0f;
+          if (to_mask) *reinterpret_cast<float*>(io.grad_float_mask.at(b, h, i, j)) = 0.0f;
+        }
       }
     }
-  }
+
+   private:
+    __device__ __forceinline__ void store(const BlockAddresses<false>& addresses,
+                                          const ScoreBlock<false>& block, const FragmentC (&x)[2]) const {
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          if (block.query(n, e) < p.len_q && block.key(n, e) < p.len_k) {
+            *reinterpret_cast<float*>(addresses.at(n, e)) = x[n].reg[e];
+          }
+        }
+      }
+    }
+
+    __device__ __forceinline__ bool has_all(const StridedView& grad, const int64_t (&size)[4]) const {
+      return grad.present && size[0] == p.batch && size[1] == p.heads_q && size[2] == p.len_q &&
+             size[3] == p.len_k;
+    }
+  };
 
   // The block's share of the slope's gradient, added up in a fixed order.
   static __device__ void store_alibi_sum(const BackwardParams& params, int64_t head, int tile, float x,

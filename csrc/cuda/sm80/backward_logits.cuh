@@ -2,10 +2,8 @@
 // order are those of csrc/cpu/scores.h.
 #pragma once
 
-#include "../tile/fragment.cuh"
-#include "../tile/math.cuh"
+#include "../tile/logits.cuh"
 #include "../tile/philox.cuh"
-#include "../tile/visibility.cuh"
 
 namespace attn_ext::cuda {
 
@@ -25,14 +23,52 @@ struct ScoreBlock {
   }
 };
 
+// Where a tensor of the scores' shape (or broadcast to it) has the lane's elements of a block.
+template <bool kTransposed>
+struct BlockAddresses {
+  char* corner;                   // element (0, 0)
+  int64_t row_step, column_step;  // bytes
+
+  __device__ __forceinline__ BlockAddresses(const StridedView& view, int64_t b, int64_t h,
+                                            const ScoreBlock<kTransposed>& block)
+      : corner(view.at(b, h, block.query(0, 0), block.key(0, 0))) {
+    const int64_t size = size_of(view.dtype);
+    row_step = view.stride[kTransposed ? 3 : 2] * size;
+    column_step = view.stride[kTransposed ? 2 : 3] * size;
+  }
+
+  __device__ __forceinline__ char* at(int n, int e) const {
+    return corner + (e / 2 * 8) * row_step + (n * 8 + e % 2) * column_step;
+  }
+};
+
+// The visibility rules for tiles that need a mask. Element (row, column) of a lane's fragments lies at a distance
+// key - query that differs from element (0, 0)'s by a number known at compile time, so one subtraction and one unsigned
+// comparison tell whether it lies in [reach_left, reach_right].
+struct TileMask {
+  uint32_t from_left, width;  // distance of element (0, 0) to the left end; length of the interval
+  int left;                   // rows of the stream that exist, from element (0, 0) on
+
+  // `key` and `query` of element (0, 0).
+  __device__ __forceinline__ TileMask(const Visibility& visible, int key, int query, int left) : left(left) {
+    // No two positions are farther apart than an int says, so clamped reaches mean the same.
+    const int64_t most = 2147483647;
+    const int64_t begin = min(max(visible.reach_left, -most - 1), most),
+                  end = min(max(visible.reach_right, -most - 1), most);
+    from_left = uint32_t(key) - uint32_t(query) - uint32_t(begin);
+    width = uint32_t(end - begin);
+    if (end < begin) this->left = 0;
+  }
+
+  // For the element that lies `distance` farther to the right of the diagonal, in row `streamed` of the stream after
+  // element (0, 0)'s.
+  __device__ __forceinline__ bool visible(int distance, int streamed) const {
+    return from_left + uint32_t(distance) <= width && streamed < left;
+  }
+};
+
 // Bit 4 n + e of a mask over a lane's elements of a block.
 __device__ __forceinline__ bool test(uint32_t bits, int n, int e) { return bits >> (4 * n + e) & 1; }
-
-template <class Half>
-__device__ __forceinline__ float load_term(const char* address, DType dtype) {
-  if (dtype == DType::kFloat32) return *reinterpret_cast<const float*>(address);
-  return to_float<Half>(*reinterpret_cast<const uint16_t*>(address));
-}
 
 // What turns products into logits for one (batch, query head).
 template <class Half>
@@ -41,13 +77,10 @@ struct BackwardLogits {
   int64_t b, h;
   Visibility visibility;
   float scale, cap, inverse_cap, alibi_slope;
-  bool has_cap;
 
   __device__ BackwardLogits(const AttentionParams& p, int64_t b, int64_t h)
       : p(p), b(b), h(h), visibility(p, b) {
     scale = float(p.scale);
-    // A cap this large changes no logit that float can tell apart.
-    has_cap = p.softcap > 0 && p.softcap < 1e30;
     cap = float(p.softcap);
     // Finite also for a tiny cap, which leaves only the sign of a logit: 0 * inf would be NaN.
     inverse_cap = cap > 2.938736e-39f ? 1.0f / cap : 3.4028234e38f;
@@ -58,28 +91,36 @@ struct BackwardLogits {
     h = head;
     alibi_slope = 0.0f;
     if (p.alibi_slopes.present)
-      alibi_slope = load_term<Half>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
+      alibi_slope = load_element<Half>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
   }
 
   __device__ __forceinline__ float distance(int query, int key) const {
-    const int64_t d = int64_t(query) + p.len_k - p.len_q - key;
-    return float(d < 0 ? -d : d);
+    return float(abs(query - int(p.len_q) + int(p.len_k) - key));
   }
 
   // Which of the lane's elements are visible. Only these have an address in bias and masks.
   template <bool kTransposed>
   __device__ __forceinline__ uint32_t visible(const ScoreBlock<kTransposed>& block) const {
+    const int query0 = block.query(0, 0), key0 = block.key(0, 0);
+    const TileMask mask(visibility, key0, query0, visibility.queries - query0);
+    const int keys_left = visibility.keys - key0;
     uint32_t bits = 0;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int i = block.query(n, e), j = block.key(n, e);
-        const int64_t d = int64_t(j) - i;
-        bool see = i < visibility.queries && j < visibility.keys && d >= visibility.reach_left &&
-                   d <= visibility.reach_right;
-        if (p.bool_mask.present && see) see = *p.bool_mask.at(b, h, i, j) != 0;
-        bits |= uint32_t(see) << (4 * n + e);
+        const int query = block.query(n, e) - query0, key = block.key(n, e) - key0;
+        bits |= uint32_t(mask.visible(key - query, query) && key < keys_left) << (4 * n + e);
+      }
+    }
+    if (p.bool_mask.present) {
+      const BlockAddresses<kTransposed> allowed(p.bool_mask, b, h, block);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          if (test(bits, n, e) && *allowed.at(n, e) == 0) bits &= ~(1u << (4 * n + e));
+        }
       }
     }
     return bits;
@@ -97,7 +138,7 @@ struct BackwardLogits {
         slope[n].reg[e] = 1.0f;
       }
     }
-    if (has_cap) {
+    if (has_softcap(p)) {
 #pragma unroll
       for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -149,12 +190,13 @@ struct BackwardLogits {
   template <bool kTransposed>
   __device__ __forceinline__ void add(const StridedView& term, FragmentC (&s)[2], uint32_t visible,
                                       const ScoreBlock<kTransposed>& block) const {
+    const BlockAddresses<kTransposed> addresses(term, b, h, block);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         if (!test(visible, n, e)) continue;
-        const float x = load_term<Half>(term.at(b, h, block.query(n, e), block.key(n, e)), term.dtype);
+        const float x = load_element<Half>(addresses.at(n, e), term.dtype);
         s[n].reg[e] = x == -ATTN_INFINITY ? x : s[n].reg[e] + x;
       }
     }

@@ -32,10 +32,11 @@ ATTN_HOST_DEVICE constexpr BackwardTile dkdv_tile(int head_dim, bool full) {
     if (head_dim <= 128) return {4, 16, 32, 16, 0, head_dim <= 64 ? 3 : 2};
     return {4, 16, 16, 16, 1, 1};
   }
-  if (head_dim <= 32) return {4, 32, 64, 64, 2, 2};
-  if (head_dim <= 64) return {4, 32, 32, 16, 1, 2};
+  if (head_dim <= 32) return {4, 32, 64, 32, 2, 2};
+  if (head_dim <= 64) return {4, 32, 32, 32, 0, 2};
   if (head_dim <= 96) return {8, 16, 64, 32, 1, 1};
-  if (head_dim <= 128) return {8, 16, 32, 16, 2, 1};
+  if (head_dim <= 128) return {8, 16, 32, 32, 1, 1};
+  if (head_dim <= 192) return {4, 16, 32, 16, 1, 1};
   return {4, 16, 16, 16, 1, 1};
 }
 

@@ -23,6 +23,44 @@ __device__ __forceinline__ float4 load_shared(uint32_t address) {
   return x;
 }
 
+// Copies a tile whose rows all exist and have no piece of 16 bytes that lies half in them: one predicated instruction a
+// piece, where any number of bytes takes several. The pieces that lie outside are left alone: clear_outside() has made
+// them zero.
+template <int kDim, int kRows, int kThreads>
+__device__ __forceinline__ void copy_whole_pieces(const RowLoader<kDim, kRows, kThreads>& loader,
+                                                  uint32_t shared) {
+  using Lanes = RowLanes<kDim, kThreads>;
+  const char* from = loader.source;
+#pragma unroll
+  for (int i = 0; i < kRows / Lanes::kRowsAtOnce; i++) {
+#pragma unroll
+    for (int c = 0; c < Lanes::kColumns; c++) {
+      if (loader.chunk_bytes[c] > 0) {
+        copy_async_16(shared + i * Lanes::kRowsAtOnce * Lanes::kRowBytes + c * Lanes::kLanes * 16,
+                      from + c * Lanes::kLanes * 16);
+      }
+    }
+    from += Lanes::kRowsAtOnce * loader.row_bytes;
+  }
+}
+
+template <int kDim, int kRows, int kThreads>
+__device__ __forceinline__ void clear_outside(const RowLoader<kDim, kRows, kThreads>& loader,
+                                              uint32_t shared) {
+  using Lanes = RowLanes<kDim, kThreads>;
+#pragma unroll 1
+  for (int i = 0; i < kRows / Lanes::kRowsAtOnce; i++) {
+#pragma unroll
+    for (int c = 0; c < Lanes::kColumns; c++) {
+      if (loader.chunk_bytes[c] == 0) {
+        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(
+                         shared + i * Lanes::kRowsAtOnce * Lanes::kRowBytes + c * Lanes::kLanes * 16),
+                     "r"(0));
+      }
+    }
+  }
+}
+
 // A warp's own rows of one operand: kRows x kDim halves as A fragments, in registers or loaded at each use.
 template <int kDim, int kRows, bool kHeld>
 struct OwnOperand {
@@ -69,6 +107,33 @@ __device__ __forceinline__ void multiply_rows(FragmentC (&c)[kM][kN / 8], const 
       for (int m = 0; m < kM; m++) {
         mma<Half>(c[m][2 * n], a[m], b[0], b[1]);
         mma<Half>(c[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Two such products at once. With 16 rows a warp, one alone would be too few independent sums to hide the latency of mma.
+template <class Half, int kDim, int kM, int kN, class Own, class OtherOwn>
+__device__ __forceinline__ void multiply_rows(FragmentC (&c)[kM][kN / 8], const Own& own, uint32_t stream,
+                                              FragmentC (&other_c)[kM][kN / 8], const OtherOwn& other_own,
+                                              uint32_t other_stream) {
+#pragma unroll
+  for (int k = 0; k < kDim / 16; k++) {
+    FragmentA a[kM], other_a[kM];
+    own.get(a, k);
+    other_own.get(other_a, k);
+#pragma unroll
+    for (int n = 0; n < kN / 16; n++) {
+      const int offset = n * 16 * shared_row_bytes(kDim) + k * 32;
+      uint32_t b[4], other_b[4];
+      ldmatrix_x4(b, stream + offset);
+      ldmatrix_x4(other_b, other_stream + offset);
+#pragma unroll
+      for (int m = 0; m < kM; m++) {
+        mma<Half>(c[m][2 * n], a[m], b[0], b[1]);
+        mma<Half>(c[m][2 * n + 1], a[m], b[2], b[3]);
+        mma<Half>(other_c[m][2 * n], other_a[m], other_b[0], other_b[1]);
+        mma<Half>(other_c[m][2 * n + 1], other_a[m], other_b[2], other_b[3]);
       }
     }
   }
@@ -131,30 +196,5 @@ __device__ void store_gradient(FragmentC (&sum)[kM][kDim / 8], float factor, con
   store_rows<kDim, 16 * kM>(shared, view, b, h, first_row, min(rows - first_row, 16 * kM), dim);
   __syncwarp();  // all are read before another gradient takes the memory
 }
-
-// The visibility rules for tiles that need a mask. Element (row, column) of a lane's fragments lies at a distance
-// key - query that differs from element (0, 0)'s by a number known at compile time, so one subtraction and one unsigned
-// comparison tell whether it lies in [reach_left, reach_right].
-struct TileMask {
-  uint32_t from_left, width;  // distance of element (0, 0) to the left end; length of the interval
-  int left;                   // rows of the stream that exist, from element (0, 0) on
-
-  // `key` and `query` of element (0, 0).
-  __device__ __forceinline__ TileMask(const Visibility& visible, int key, int query, int left) : left(left) {
-    // No two positions are farther apart than an int says, so clamped reaches mean the same.
-    const int64_t most = 2147483647;
-    const int64_t begin = min(max(visible.reach_left, -most - 1), most),
-                  end = min(max(visible.reach_right, -most - 1), most);
-    from_left = uint32_t(key) - uint32_t(query) - uint32_t(begin);
-    width = uint32_t(end - begin);
-    if (end < begin) this->left = 0;
-  }
-
-  // For the element that lies `distance` farther to the right of the diagonal, in row `streamed` of the stream after
-  // element (0, 0)'s.
-  __device__ __forceinline__ bool visible(int distance, int streamed) const {
-    return from_left + uint32_t(distance) <= width && streamed < left;
-  }
-};
 
 }  // namespace attn_ext::cuda

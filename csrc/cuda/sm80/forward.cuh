@@ -105,7 +105,7 @@ __device__ __forceinline__ void attn_forward(const ForwardParams& params) {
   if (tiles.last >= tiles.first) {
     keep_in_register(own.whole_first);
     keep_in_register(own.whole_last);
-    Ring ring(shared, p, b, h / int(p.group()), tiles.first, tiles.last, visible.keys);
+    Ring ring(shared, p, b, h / (int(p.heads_q) / int(p.heads_kv)), tiles.first, tiles.last, visible.keys);
     block.load_queries(shared, p, b, h, row0, visible.queries);
     ring.start();
     commit_copies();

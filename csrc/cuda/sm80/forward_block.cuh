@@ -1,5 +1,6 @@
 // What one block of the forward kernels holds, and its steps: the two products and the store of finished rows.
-// `Tile` is a type with `static constexpr ForwardTile kTile` (tile_sizes.h).
+//
+// Shared memory: two stages of K, two of V, and Q, unless Q lives in registers.
 #pragma once
 
 #include "../kernel_params.h"
@@ -7,6 +8,7 @@
 #include "../tile/load_rows.cuh"
 #include "../tile/math.cuh"
 #include "../tile/store_rows.cuh"
+#include "../tile/view.cuh"
 #include "tile_sizes.h"
 
 namespace attn_ext::cuda {
@@ -33,8 +35,8 @@ struct ForwardBlock {
   // Queries on their way to registers fit in V's stages, which are not in use before.
   static constexpr uint32_t kQueryLanding = kTile.queries_in_registers ? kValueOffset : kQueryOffset;
   static_assert(!kTile.queries_in_registers || kTile.rows() <= 2 * kTile.keys);
-  // Where finished rows are gathered for wide stores: over the queries that only the same warp reads, or else over K,
-  // which nobody reads any more after the last barrier.
+  // Where finished rows are gathered for wide stores: over the queries, which only the same warp reads, or, with
+  // these in registers, over K, which nobody reads any more after the last barrier.
   static constexpr uint32_t kOutOffset = kTile.queries_in_registers ? 0 : kQueryOffset;
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
@@ -139,8 +141,8 @@ struct ForwardBlock {
     }
   }
 
-  // The end of row (m, r): O becomes the output; the LSE is written, and the two parts it is the sum of. `inverse`: one
-  // over the row's sum. An empty row's output is 0 whatever NaN times 0 has left in O.
+  // The end of row (m, r): O becomes the output; the LSE is written, and the two parts it is the sum of.
+  // `inverse`: one over the row's sum. An empty row's output is 0 whatever NaN times 0 has left in O.
   __device__ __forceinline__ void finish_row(const ForwardOutput& output, int64_t b, int64_t h, int64_t row,
                                              int m, int r, bool empty, float inverse, float top,
                                              float log_sum) {
@@ -153,10 +155,10 @@ struct ForwardBlock {
       }
     }
     if (lane() % 4 != 0) return;  // all four lanes of the row know the same
-    if (output.lse.present) *reinterpret_cast<float*>(output.lse.at(b, h, row, 0)) = top + log_sum;
+    if (output.lse.present) *reinterpret_cast<float*>(element<4>(output.lse, b, h, row, 0)) = top + log_sum;
     if (output.lse_parts.present) {
-      *reinterpret_cast<float*>(output.lse_parts.at(b, h, row, 0)) = top;
-      *reinterpret_cast<float*>(output.lse_parts.at(b, h, row, 1)) = log_sum;
+      *reinterpret_cast<float*>(element<4>(output.lse_parts, b, h, row, 0)) = top;
+      *reinterpret_cast<float*>(element<4>(output.lse_parts, b, h, row, 1)) = log_sum;
     }
   }
 

@@ -1,4 +1,4 @@
-// Forward on tensor cores, full variant: all that the lean one has (forward.cuh), and bias, masks, ALiBi, softcap,
+// Forward on tensor cores, full variant: what the lean one has (forward.cuh), and bias, masks, ALiBi, softcap,
 // sinks and dropout, each behind a branch that the whole grid takes alike.
 //
 // Every tile takes the exact body: logits in natural units, the tile's maximum, P = exp2((s - maximum) * log2(e)). The
@@ -21,19 +21,20 @@ struct FullForward : ForwardBlock<Half, HeadDim, ForwardVariant::kFull> {
   using Block::Block, Block::kM, Block::kN;
   using typename Block::Probabilities, typename Block::Scores;
 
-  // P of a whole tile against a maximum raised to the tile's own; adds to the thread's sums, which dropout leaves alone.
+  // P of a whole tile against a maximum raised to the tile's own. Adds to the thread's sums, which dropout leaves
+  // alone.
   __device__ __forceinline__ void tile(Probabilities& p, uint32_t stage, int row0, int key0,
-                                       const Visibility& visible, const Logits<Half>& logits,
+                                       const Visibility& visible, bool whole, const Logits<Half>& logits,
                                        const DropoutNumbers& dropout) {
     Scores s;
     this->multiply_qk(s, stage);
-    keep_in_register(
-        row0);  // else the rows' limits and addresses in every mask would be held in registers all along
+    // Else the rows' limits and their addresses in every mask would be held in registers all along.
+    keep_in_register(row0);
 #pragma unroll
     for (int m = 0; m < kM; m++) {
       const int row[2] = {row0 + this->row(m, 0), row0 + this->row(m, 1)};
       const KeyRange seen[2] = {visible.of_query(row[0]), visible.of_query(row[1])};
-      logits.apply(s[m], row, key0, seen);
+      logits.apply(s[m], row, key0, seen, whole);
 
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -42,9 +43,11 @@ struct FullForward : ForwardBlock<Half, HeadDim, ForwardVariant::kFull> {
         for (int n = 0; n < kN; n++) top = fmaxf(top, fmaxf(s[m][n].reg[2 * r], s[m][n].reg[2 * r + 1]));
         const float before = -this->minus_max[m][r], now = fmaxf(before, quad_max(top));
         this->minus_max[m][r] = -now;
-        const float minus_max =
-            now == -ATTN_INFINITY ? 0.0f : -now;  // no key yet: exp2(-inf + 0) = 0, not NaN
-        this->rescale(m, r, exp2_fast((before + minus_max) * kLog2E));
+        // No key yet: exp2(-inf + 0) = 0, not NaN.
+        const float minus_max = now == -ATTN_INFINITY ? 0.0f : -now;
+        // Mostly nothing has grown, and the factor is 1.
+        if (__any_sync(0xffffffffu, now > before))
+          this->rescale(m, r, exp2_fast((before + minus_max) * kLog2E));
 #pragma unroll
         for (int n = 0; n < kN; n++) {
 #pragma unroll
@@ -93,14 +96,14 @@ __device__ __forceinline__ void attn_forward_full(const ForwardParams& params) {
   const int b = place.batch, h = place.head, row0 = place.row;
   const Visibility visible(p, b);
   const KeyTiles tiles(visible, row0, kTile.rows(), kTile.keys);
-  const KeyTiles own(visible, row0 + warp_uniform(Block::warp_row()), kTile.warp_rows,
-                     kTile.keys);  // the warp's
+  // Those of the warp's own rows.
+  const KeyTiles own(visible, row0 + warp_uniform(Block::warp_row()), kTile.warp_rows, kTile.keys);
   const Logits<Half> logits(p, b, h);
   const DropoutNumbers dropout(p.dropout, b, h);
   Block block(shared);
 
   if (tiles.last >= tiles.first) {
-    Ring ring(shared, p, b, h / int(p.group()), tiles.first, tiles.last, visible.keys);
+    Ring ring(shared, p, b, h / (int(p.heads_q) / int(p.heads_kv)), tiles.first, tiles.last, visible.keys);
     block.load_queries(shared, p, b, h, row0, visible.queries);
     ring.start();
     commit_copies();
@@ -113,7 +116,10 @@ __device__ __forceinline__ void attn_forward_full(const ForwardParams& params) {
       ring.fetch(j);
       if (pending) block.multiply_pv(prob, ring.other_stage());
       pending = j >= own.first && j <= own.last;
-      if (pending) block.tile(prob, ring.stage, row0, j * kTile.keys, visible, logits, dropout);
+      if (pending) {
+        const bool whole = j >= own.whole_first && j <= own.whole_last;
+        block.tile(prob, ring.stage, row0, j * kTile.keys, visible, whole, logits, dropout);
+      }
       ring.stage = ring.other_stage();
     }
     ring.arrive();

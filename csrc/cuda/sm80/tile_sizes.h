@@ -10,10 +10,12 @@ struct ForwardTile {
   int head_dim;          // the bucket
   int warps, warp_rows;  // 16 or 32 rows a warp
   int keys;              // a multiple of 32
-  bool
-      queries_in_registers;  // for all of the block's life; else their fragments are reread for each tile of keys
-  int blocks_per_sm;         // what the registers are budgeted for
-  int copies_at;             // in the main loop, the group of 16 keys before whose P V the next copies start
+  // For all of the block's life; else their fragments are reread from shared memory for each tile of keys.
+  bool queries_in_registers;
+  int blocks_per_sm;  // what the registers are budgeted for
+  // In the main loop, the group of 16 keys before whose P V the next copies start. Later leaves the assembler more
+  // freedom before, and the copies less time; found by trying.
+  int copies_at;
 
   ATTN_HOST_DEVICE constexpr int rows() const { return warps * warp_rows; }
   ATTN_HOST_DEVICE constexpr int threads() const { return 32 * warps; }
@@ -26,16 +28,19 @@ struct ForwardTile {
 };
 
 enum class ForwardVariant {
-  kLean,  // causal, window, lengths, grouped heads
-  kCompact,  // the same in 99 KiB of shared memory, for D 192 and 256 on GPUs whose blocks get no more (sm_86, 89, 120)
-  kFull  // and bias, masks, ALiBi, softcap, sinks, dropout; fits everywhere
+  // Causal, window, lengths, grouped heads.
+  kLean,
+  // The same in 99 KiB of shared memory: for D 192 and 256 on GPUs whose blocks get no more (sm_86, 89, 120).
+  kCompact,
+  // And bias, masks, ALiBi, softcap, sinks, dropout. Fits in 99 KiB.
+  kFull
 };
 
-// 32 rows a warp keep shared memory below the tensor cores' time (each warp reads all of K and V: with 16 rows that takes
-// 1.1 to 1.4 times as long as the products on an A100), as far as a thread's 255 registers hold O, S and P:
+// 32 rows a warp keep shared memory below the tensor cores' time (each warp reads all of K and V: with 16 rows that
+// takes 1.1 to 1.4 times as long as the products on an A100), as far as a thread's 255 registers hold O, S and P:
 //   D 64: O 64, S 64, P 32, Q 32;  D 128: O 128, S 32, P 16;  D 256: O 128, S 16, P 8.
-// What limits the full variant is the arithmetic and the loads around the logits, so it has 16 rows a warp and two or three
-// blocks to hide them.
+// What limits the full variant is the arithmetic and the loads around the logits, so it has 16 rows a warp and two
+// or three blocks to hide them.
 ATTN_HOST_DEVICE constexpr ForwardTile forward_tile(int head_dim, ForwardVariant variant) {
   if (head_dim > 128 && variant != ForwardVariant::kLean) return {head_dim, 4, 16, 32, false, 1, 0};
   if (variant == ForwardVariant::kFull)

@@ -17,9 +17,11 @@ ATTN_HOST_DEVICE inline BlockPlace place_of_block(const AttentionParams& p, uint
   const uint32_t heads = uint32_t(p.batch * p.heads_q);
   uint32_t section = 1;
   if (p.causal != Causal::kNone) {
-    const int64_t bytes_a_head = 2 * p.len_k * (p.dim_qk + p.dim_v) / p.group() + 1;
-    const int64_t heads_in_cache = (int64_t(16) << 20) / bytes_a_head;
-    section = uint32_t(heads_in_cache < 1 ? 1 : heads_in_cache < heads ? heads_in_cache : heads);
+    constexpr uint32_t kCache = 16 << 20;
+    const int64_t bytes = 2 * p.len_k * (p.dim_qk + p.dim_v);  // K and V of one head, which serves a group
+    const uint32_t group = uint32_t(p.heads_q) / uint32_t(p.heads_kv);
+    const uint64_t cached = uint64_t(group) * (bytes > kCache || bytes == 0 ? 1 : kCache / uint32_t(bytes));
+    section = cached < heads ? uint32_t(cached) : heads;
   }
   const uint32_t first_head = block / (section * tiles) * section;
   const uint32_t rank = block - first_head * tiles;

@@ -83,9 +83,9 @@ __device__ __forceinline__ uint32_t lane_offset_b_pair() {
   return (lane % 8 + lane / 16 * 8) * RowBytes + lane / 8 % 2 * 16;
 }
 
-// Transposes the 4 x 4 words of a quad: word n of the result is word `lane % 4` of the quad's lane n. With it, a lane can
-// fetch (or draw) what a whole row of one fragment needs, eight columns at once, for fragment lane % 4 of four, and
-// ends up with its own two columns of all four.
+// Transposes the 4 x 4 words of a quad: word n of the result is word `lane % 4` of the quad's lane n. With it, a lane
+// can fetch (or draw) what a whole row of one fragment needs, eight columns at once, for fragment lane % 4 of four,
+// and ends up with its own two columns of all four.
 __device__ __forceinline__ void quad_transpose(uint32_t (&word)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
   // The off-diagonal words of the 2 x 2 blocks change places, then the off-diagonal blocks.

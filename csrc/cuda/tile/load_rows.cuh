@@ -6,6 +6,7 @@
 #include "async_copy.cuh"
 #include "math.cuh"
 #include "shared_layout.h"
+#include "view.cuh"
 
 namespace attn_ext::cuda {
 
@@ -13,8 +14,8 @@ namespace attn_ext::cuda {
 template <int HeadDim, int Threads>
 struct RowLanes {
   static constexpr int kChunks = HeadDim / 8;
-  static constexpr int kLanes =
-      kChunks & -kChunks;  // lanes a row: the power of two in its chunks (12 = 4 * 3)
+  // Lanes a row: the power of two in its chunks (12 = 4 * 3).
+  static constexpr int kLanes = kChunks & -kChunks;
   static constexpr int kColumns = kChunks / kLanes;     // chunks a lane copies of each of its rows
   static constexpr int kRowsAtOnce = Threads / kLanes;  // rows all threads copy together
   static constexpr int kRowBytes = shared_row_bytes(HeadDim);
@@ -40,7 +41,8 @@ struct RowLoader {
   int chunk_bytes[Lanes::kColumns];  // how much of each of the lane's chunks lies below column `dim`
 
   __device__ __forceinline__ RowLoader(const StridedView& view, int64_t b, int64_t h, int64_t row, int dim)
-      : source(view.at(b, h, row + Lanes::row(), 0) + Lanes::byte()), row_bytes(view.stride[2] * 2) {
+      : source(element<2>(view, b, h, row + Lanes::row(), 0) + Lanes::byte()), row_bytes(view.stride[2] * 2) {
+    keep_in_register(row_bytes);
 #pragma unroll
     for (int c = 0; c < Lanes::kColumns; c++) {
       const int left = 2 * dim - Lanes::byte() - c * Lanes::kLanes * 16;

@@ -1,6 +1,6 @@
-// From raw products to logits, for the variants with score modifiers: scale, softcap, bias, float mask, ALiBi, bool mask
-// and visibility, on C fragments in natural units. The rules are those of csrc/cpu/scores.h. Which of them apply is the
-// same for the whole grid, so each is one branch.
+// From raw products to logits, for the variants with score modifiers: scale, softcap, bias, float mask, ALiBi, bool
+// mask and visibility, on C fragments in natural units. The rules are those of csrc/cpu/scores.h. Which of them apply
+// is the same for the whole grid, so each is one branch.
 #pragma once
 
 #include "../../attention_params.h"
@@ -36,10 +36,11 @@ struct Logits {
   }
 
   // Turns the products of two query rows, row[0] (registers 0, 1 of each fragment) and row[1] (2, 3), into logits.
-  // seen[r]: the keys row[r] may see by causal, window and length rules; the others become -inf.
+  // seen[r]: the keys row[r] may see by causal, window and length rules; the others become -inf, unless the caller
+  // knows (`whole`) that there are none.
   template <int N>
   __device__ __forceinline__ void apply(FragmentC (&s)[N], const int (&row)[2], int key,
-                                        const KeyRange (&seen)[2]) const {
+                                        const KeyRange (&seen)[2], bool whole) const {
     for_each(s, [&](float& x, int, int, int) { x *= scale; });
     if (has_softcap(p)) {
       constexpr float kLargest = 3.4028234663852886e38f;
@@ -60,9 +61,11 @@ struct Logits {
           s, [&](float& x, int n, int r, int e) { x -= slope * float(abs(row[r] + diagonal - n * 8 - e)); });
     }
     if (p.bool_mask.present) hide(s, row, key, seen);
-    for_each(s, [&](float& x, int n, int r, int e) {
-      if (!sees(seen[r], first + n * 8 + e)) x = -ATTN_INFINITY;
-    });
+    if (!whole) {
+      for_each(s, [&](float& x, int n, int r, int e) {
+        if (!sees(seen[r], first + n * 8 + e)) x = -ATTN_INFINITY;
+      });
+    }
   }
 
  private:
@@ -85,7 +88,8 @@ struct Logits {
     x = term == -ATTN_INFINITY ? term : x + term;
   }
 
-  // Whether rows can be read in pieces of `bytes`, a piece for the eight keys of a fragment, without leaving the tensor.
+  // Whether rows can be read in pieces of `bytes` or twice that, one for the eight keys of a fragment, without leaving
+  // the tensor.
   template <int N>
   __device__ __forceinline__ bool in_pieces(const StridedView& view, int key, int bytes) const {
     const int64_t steps = view.stride[0] | view.stride[1] | view.stride[2];
@@ -162,7 +166,7 @@ struct Logits {
         const char* own = mask.at(b, h, existing(row[r]), key + threadIdx.x % 4 * 8);
 #pragma unroll
         for (int n = 0; n < N; n += 4) {
-          // Bytes of 0 and 1 to bits: the product brings bit 8 i to bit 28 + i. One word then holds the quad's 32 keys.
+          // Bytes of 0 and 1 to bits: the product brings bit 8 i to bit 28 + i. One word holds the quad's 32 keys.
           const uint2 eight = *reinterpret_cast<const uint2*>(own + n * 8);
           uint32_t bits = (eight.x * 0x10204080u >> 28 | eight.y * 0x10204080u >> 28 << 4)
                           << threadIdx.x % 4 * 8;

@@ -31,6 +31,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 // in each pass. (An empty asm would be gone before it.)
 __device__ __forceinline__ void keep_in_register(uint32_t& x) { asm volatile("mov.b32 %0, %0;" : "+r"(x)); }
 __device__ __forceinline__ void keep_in_register(int& x) { asm volatile("mov.b32 %0, %0;" : "+r"(x)); }
+__device__ __forceinline__ void keep_in_register(int64_t& x) { asm volatile("mov.b64 %0, %0;" : "+l"(x)); }
 __device__ __forceinline__ void keep_in_register(const char*& x) {
   asm volatile("mov.b64 %0, %0;" : "+l"(x));
 }

@@ -1,4 +1,4 @@
-// How rows of a head-dim bucket lie in shared memory. Plain C++, so that the planner counts bytes with the same function.
+// How rows of a head-dim bucket lie in shared memory. Plain C++: the planner counts bytes with the same function.
 #pragma once
 
 #include "../../attention_params.h"

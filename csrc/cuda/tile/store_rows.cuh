@@ -5,6 +5,7 @@
 #include "../../attention_params.h"
 #include "fragment.cuh"
 #include "shared_layout.h"
+#include "view.cuh"
 
 namespace attn_ext::cuda {
 
@@ -34,7 +35,7 @@ template <int HeadDim, int Rows>
 __device__ __forceinline__ void store_rows(const char* shared, const StridedView& view, int64_t b, int64_t h,
                                            int64_t first, int count, int columns) {
   const int lane = threadIdx.x % 32;
-  char* rows = view.at(b, h, first, 0);
+  char* rows = element<2>(view, b, h, first, 0);
   const int64_t row_bytes = view.stride[2] * 2;
   if (wide_rows(view, columns)) {
     constexpr int kChunks = HeadDim / 8;
@@ -48,6 +49,7 @@ __device__ __forceinline__ void store_rows(const char* shared, const StridedView
     }
   } else {
     for (int row = 0; row < count; row++) {
+#pragma unroll 1  // rare: no reason for more code
       for (int column = lane; column < columns; column += 32) {
         *reinterpret_cast<uint16_t*>(rows + row * row_bytes + column * 2) =
             *reinterpret_cast<const uint16_t*>(shared + row * shared_row_bytes(HeadDim) + column * 2);

@@ -65,7 +65,8 @@ struct Visibility {
   }
 };
 
-// Tiles first .. last hold the keys that queries row .. row + rows - 1 see; whole_first .. whole_last of them need no mask.
+// Tiles first .. last hold the keys that queries row .. row + rows - 1 see; whole_first .. whole_last of them need
+// no mask.
 struct KeyTiles {
   int first, last, whole_first, whole_last;
 

@@ -22,7 +22,22 @@ def put(d, f, *a):
     """Closure: f(*a) -> d under the mask, for any function."""
 
     def run(m):
-        np.copyto(d, f(*a), where=m, casting="unsafe")
+        if m is True:  # most often, and numpy's masks cost more than the arithmetic
+            d[:] = f(*a)
+        else:
+            np.copyto(d, f(*a), where=m, casting="unsafe")
+
+    return run
+
+
+def put_ufunc(d, f, *a):
+    """The same for a numpy function whose result is of d's type."""
+
+    def run(m):
+        if m is True:
+            f(*a, out=d)
+        else:
+            f(*a, out=d, where=m)
 
     return run
 
@@ -32,7 +47,7 @@ def ufunc(M, ins, uf, t, args):
     d = M.dst(ins.args[0], t)
     same = d.dtype == NP[t] and all(getattr(a, "dtype", None) == d.dtype for a in args)
     if isinstance(uf, np.ufunc) and same and any(np.ndim(a) for a in args):
-        return lambda m: uf(*args, out=d, where=m)
+        return put_ufunc(d, uf, *args)
     return put(d, uf, *args)
 
 
@@ -188,7 +203,10 @@ def fma32(d, a, b, c, mode, sat):
             r = directed(r, mode)
         if sat:
             r = _sat(r)
-        np.copyto(d, r, where=m, casting="unsafe")
+        if m is True:
+            d[:] = r
+        else:
+            np.copyto(d, r, where=m, casting="unsafe")
 
     return run
 

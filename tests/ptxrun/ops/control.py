@@ -6,6 +6,7 @@ from ..errors import BarrierError, RaceError, Trap, Unsupported
 from ..instr import Name, Vec
 from ..memory import read_host
 from ..registry import BLOCKED, EXITED, RUN, STRAIGHT, control
+from .warp import WARP_BARRIER, members
 
 
 @control("bra")
@@ -310,10 +311,8 @@ def cluster(M, ins):
 
 
 def _warp_sync(M, ins):
-    from .warp import members
-
     mask = M.src(ins.args[0], "u32")
-    return lambda m: members(M, m, mask, "bar.warp.sync")
+    return lambda m: members(M, m, mask, WARP_BARRIER)
 
 
 STRAIGHT["bar"] = STRAIGHT["barrier"] = _warp_sync

@@ -86,6 +86,12 @@ def cp(M, ins):
     da, sa = M.addr_fn(dst), M.addr_fn(src)
     whole = view(n, 1) if n < 16 else view(8, 2)
 
+    def read(s, nbytes, ix):
+        """Checks a read of so many bytes from each address."""
+        k = M.mem.check(s, nbytes, ix, "cp.async read", align=n)
+        if M.block_races:
+            M.mem.own_read(k, s, nbytes, M.block_id, ix)
+
     def partial(s, sizes, ix):
         """Sources of various sizes, the rest of each zero."""
         if (sizes > n).any():
@@ -93,9 +99,7 @@ def cp(M, ins):
         raw = np.zeros((len(ix), n), np.uint8)
         for k in np.unique(sizes[sizes > 0]):
             e = sizes == k
-            M.mem.check(s[e], int(k), ix[e], "cp.async read", align=n)
-            if M.block_races:
-                M.mem.own_read(s[e], int(k), M.block_id, ix[e])
+            read(s[e], int(k), ix[e])
             if k == n:
                 words = raw.view("u8") if n == 16 else raw.view(f"u{n}").ravel()
                 words[e] = whole[(s[e] - ORIGIN) // n]
@@ -110,9 +114,7 @@ def cp(M, ins):
         check_shared(M, d, n, ix, "cp.async write")
         sizes = np.broadcast_to(np.where(pred(), 0, n) if pred else size, M.T)[ix]
         if (sizes == n).all():
-            M.mem.check(s, n, ix, "cp.async read")
-            if M.block_races:
-                M.mem.own_read(s, n, M.block_id, ix)
+            read(s, n, ix)
             data = whole[(s - ORIGIN) // n]
         else:
             data = partial(s, sizes.astype(np.int64), ix)

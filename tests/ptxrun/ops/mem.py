@@ -49,9 +49,9 @@ class Access:
     def load(self, space, a, ix):
         M, n = self.M, self.n
         if space == "global":
-            M.mem.check(a, n, ix, "read")
+            k = M.mem.check(a, n, ix, "read")
             if M.block_races and not self.atomic:
-                M.mem.own_read(a, n, M.block_id, ix)
+                M.mem.own_read(k, a, n, M.block_id, ix)
             return self.g[(a - ORIGIN) // n]
         if space == "shared":
             check_shared(M, a, n, ix, "read")
@@ -63,9 +63,9 @@ class Access:
     def store(self, space, a, ix, v):
         M, n = self.M, self.n
         if space == "global":
-            M.mem.check(a, n, ix, "write", write=True)
+            k = M.mem.check(a, n, ix, "write", write=True)
             if M.block_races and not self.atomic:
-                M.mem.own(a, n, M.block_id, ix)
+                M.mem.own(k, a, n, M.block_id, ix)
             self.g[(a - ORIGIN) // n] = v
         elif space == "shared":
             check_shared(M, a, n, ix, "write")

@@ -7,7 +7,7 @@ from ..instr import SINK, SIZE, Pair, Reg, Vec
 from ..numeric import LOAD, unpair
 from ..operands import NP
 from ..registry import op
-from .alu import FLOAT, put, typ
+from .alu import FLOAT, put, put_ufunc, typ
 
 COMPARE = {
     **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater},
@@ -53,7 +53,7 @@ def set_predicate(M, ins):
         if combine:
             return put(d, lambda: combine(f(a, b), c()))
         if isinstance(f, np.ufunc) and (np.ndim(a) or np.ndim(b)):
-            return lambda m: f(a, b, d, where=m)
+            return put_ufunc(d, f, a, b)
         return put(d, f, a, b)
     p, q = (M.dst(x, "pred") for x in dst)
 
@@ -127,8 +127,7 @@ def move(M, ins):
         return _repack(M, d, s, SIZE[t])
     if t != "pred" and isinstance(s, Reg):
         t = "u" + str(8 * SIZE[t])
-    source, result = M.src(s, t), M.dst(d, t)
-    return lambda m: np.copyto(result, source, where=m)
+    return put(M.dst(d, t), lambda x: x, M.src(s, t))
 
 
 def _repack(M, d, s, nbytes):

@@ -186,16 +186,16 @@ def store(M, ins, tensor, red):
     rt = next((x for x in reversed(ins.mods) if x in ATOMS), None)
 
     def put(addr, data, t, esz, tid):
-        M.mem.check(addr, esz, np.full(len(addr), tid), "bulk write", write=True)
+        tids = np.full(len(addr), tid)
+        k = M.mem.check(addr, esz, tids, "bulk write", write=True)
         g = view(esz, 1)
         i = (addr - ORIGIN) // esz
         if red:
             dt = np.dtype(ATOMS[t])
-            data = np.ascontiguousarray(combine(red, t)(g[i].view(dt), data.view(dt)).astype(dt)).view(
-                f"u{esz}"
-            )
+            data = combine(red, t)(g[i].view(dt), data.view(dt)).astype(dt)
+            data = np.ascontiguousarray(data).view(f"u{esz}")
         elif M.block_races:
-            M.mem.own(addr, esz, M.block_id, np.full(len(addr), tid))
+            M.mem.own(k, addr, esz, M.block_id, tids)
         g[i] = data
 
     def run(m):

@@ -9,6 +9,7 @@ from .mem import check_shared
 
 BIT = np.uint32(1) << np.arange(32, dtype=np.uint32)
 FULL = np.uint32(0xFFFFFFFF)
+WARP_BARRIER = "bar.warp.sync"
 
 
 def bits_of(q):
@@ -21,8 +22,9 @@ def members(M, m, mask, what):
 
     mask: u32 per thread (array or scalar).  Exited lanes are ignored; early warps are parked."""
     full = (mask == FULL).all()
+    ordering = M.san and (M.san.collectives or what == WARP_BARRIER)
     if m is True and full:
-        if M.san:
+        if ordering:
             M.san.warp_sync(slice(None))
         return
     act = np.ones(M.T, bool) if m is True else m
@@ -42,7 +44,7 @@ def members(M, m, mask, what):
     missing = (bits != 0) & ((need & live & ~bits) != 0)
     if missing.any():
         raise Park(act & np.repeat(missing, 32))
-    if M.san:
+    if ordering:
         whole = warps[(bits & live)[warps] == live[warps]]
         if len(whole) < len(warps):
             sub_sync(M, act.reshape(-1, 32), np.setdiff1d(warps, whole))
