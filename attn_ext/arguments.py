@@ -11,8 +11,10 @@ import numbers
 
 import torch
 
+from . import ops
+
 _SDPA = ("query", "key", "value")
-DEVICES = ("cpu", "meta")  # those with kernels; meta computes shapes only
+DEVICES = ("cpu", "cuda", "meta")  # meta computes shapes only
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -69,8 +71,11 @@ def qkv(q, k, v, names=("q", "k", "v")):
         got = ", ".join(f"{name} {t.device}" for name, t in zip(names, (q, k, v), strict=True))
         raise ArgumentTypeError(f"{_list(names)} must be on the same device, got {got}")
     if q.device.type not in DEVICES:
+        raise ArgumentTypeError(f"{_list(names)} must be on the CPU or on a CUDA GPU, got {q.device}")
+    if q.is_cuda and ops.CUDA_PROBLEM:
         raise ArgumentTypeError(
-            f"{_list(names)} must be on the CPU (attn_ext has no other kernels yet), got {q.device}"
+            f"{_list(names)} are on {q.device}, and attn_ext's CUDA kernels are {ops.CUDA_PROBLEM}. "
+            "`python -m attn_ext` tells what was built; move the tensors to the CPU to go on without them"
         )
     return q, k, v, autocast
 

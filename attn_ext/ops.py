@@ -1,7 +1,8 @@
 """torch.ops.attn_ext.*: what the compiled ops return, for tensors without data (meta, fake, symbolic shapes).
 
 Torch leaves out arguments at the end that have their default, so those have one here too.
-The schemas and CPU kernels are registered by ``attn_ext._C`` (csrc/torch_ops.cpp). The ops take canonical
+The schemas and kernels are registered by ``attn_ext._C`` (csrc/torch_ops.cpp, csrc/torch_cuda.cpp); for
+CUDA tensors it calls the kernels of ``attn_ext._C_cuda``, which is loaded here. The ops take canonical
 arguments; :mod:`attn_ext.autograd` registers their derivatives.
 
 * ``attention_forward(q, k, v, <options>) -> (out, lse, lse_parts)``: lse_parts (B, Hq, Nq, 2) is each row's
@@ -16,7 +17,18 @@ alibi_slopes, sinks, key_lengths, query_lengths, rng_state.
 
 import torch
 
-from . import _C  # noqa: F401  registers the ops
+from . import _C, _info
+
+
+def _load_cuda():
+    """Hand the CUDA kernels to the ops; why there are none, or an empty string."""
+    module, problem = _info.load_cuda()
+    if module is not None:
+        _C.set_cuda_backend(module.backend())
+    return problem
+
+
+CUDA_PROBLEM = _load_cuda()
 
 
 def _empty_heads(like, b, h, n, d):

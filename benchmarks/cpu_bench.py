@@ -22,8 +22,8 @@ includes building the graph. "backward" is the gradient of that call for q, k, v
 A forward counts 4 D operations for each visible (query, key) pair of a head, a backward 10 D: five products.
 What a mask hides is counted, what causal=True hides is not. A decode step is judged by the bytes of K and V.
 "module" and "weights" are MultiHeadAttention and torch.nn.MultiheadAttention in self-attention on a short
-sequence, without and with the weights that it returns by default: forward in eval mode without gradients, where
-torch has a path of its own, the others in training mode, gradients being those of the parameters.
+sequence, without and with the weights that they return by default: forward in eval mode without gradients,
+where torch has a path of its own, the others in training mode; gradients are those of the parameters.
 
 --isa sets the variables below and starts anew: the libraries read them when they are loaded or first used.
 """

@@ -90,9 +90,9 @@ struct AttentionParams {
 struct ForwardOutput {
   StridedView out;  // (B, Hq, Nq, Dv), dtype of q, last stride 1
   StridedView lse;  // (B, Hq, Nq), float32 or float64, in stride[0..2]
-  // (B, Hq, Nq, 2) of lse's dtype, for the backward: the row's maximum and the log of the sum relative to it, -inf and 0
-  // for an empty row. Added up they are the LSE, but a float32 LSE of 10,000 is good to 1e-3 only, and that would be the
-  // relative error of every recomputed probability.
+  // (B, Hq, Nq, 2) of lse's dtype, for the backward: the row's maximum, or a number near it, and the log of the sum
+  // relative to that; -inf and 0 for an empty row. Added up they are the LSE, but a float32 LSE of 10,000 is good to
+  // 1e-3 only, and that would be the relative error of every recomputed probability.
   StridedView lse_parts;
 };
 

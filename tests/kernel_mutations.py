@@ -51,6 +51,8 @@ def mutations(kernel, cases, arch="sm_80"):
     text = cuda_kernels.ptx(kernel, arch)
     recorder = _Recorder(ptxrun.Module(text))
     _run(kernel, recorder, cases, arch)
+    if recorder.unexecuted is None:
+        raise LookupError(f"no case launches {kernel}")
     function = recorder.module.find(kernel)
     first, last = (recorder.module.prog.code[i].line for i in (function.start, function.end - 1))
     for line, instruction in mutate.synchronisations(text, range(first, last + 1)):
@@ -81,12 +83,16 @@ def _run(kernel, module, cases, arch):
 
 def cases_of(dtype, dim, *, backward, full, few_queries=False):
     """Problems of several tiles in both directions, ragged, in and outside a band."""
-    len_q = 3 if few_queries else 150
-    given = oracle.qkv(batch=1, heads=2, heads_kv=1, len_q=len_q, len_k=333, dim=dim, dtype=dtype)
+    len_q, len_k = (3, 1100) if few_queries else (150, 333)
+    given = oracle.qkv(batch=1, heads=2, heads_kv=1, len_q=len_q, len_k=len_k, dim=dim, dtype=dtype)
     options = [{}, {"window": (100, 0)}, {"causal": True, "key_lengths": [290]}]
     if full:
-        bias = oracle.randn(1, 2, len_q, 333, dtype=dtype)
-        options = [{"bias": bias, **o} for o in options]
+        terms = {
+            "bias": oracle.randn(1, 1, len_q, len_k, dtype=dtype),  # broadcast over heads
+            "alibi_slopes": torch.tensor([0.5, 0.02], dtype=dtype),
+            "sinks": torch.tensor([1.0, -2.0], dtype=dtype),
+        }
+        options = [{**terms, **o} for o in options]
 
     def case(chosen):
         def run(call):
@@ -107,16 +113,11 @@ def cases_for(kernel):
     """Cases that launch a kernel, by its name."""
     words = kernel.split("_")
     dtype = next(DTYPES[w] for w in words if w in DTYPES)
-    dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), None)
-    if dim is None:
-        dim = 300 if dtype in oracle.HALF else 40  # half types of such head dims run in the simt kernels
-    return cases_of(
-        dtype,
-        dim,
-        backward="bwd" in words,
-        full="full" in words or "bias" in words,
-        few_queries="decode" in words,
-    )
+    dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), 64)
+    if "simt" in words:
+        dim = 300 if dtype in oracle.HALF else 40  # half types of fewer dimensions run on tensor cores
+    full = not {"full", "bias", "sums"}.isdisjoint(words)
+    return cases_of(dtype, dim, backward="bwd" in words, full=full, few_queries="decode" in words)
 
 
 def main():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_upper_left
 
-from attn_ext import attention, merge_attention, scaled_dot_product_attention
+from attn_ext import attention, merge_attention, ops, scaled_dot_product_attention
 
 B, H, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 3, 6
 Q, K, V = torch.randn(B, H, NQ, D), torch.randn(B, HKV, NK, D), torch.randn(B, HKV, NK, DV)
@@ -255,9 +255,26 @@ def test_wrong_parts_to_merge(args, exception, words):
 
 
 @pytest.mark.parametrize("function", [attention, scaled_dot_product_attention])
-def test_tensors_on_a_device_without_kernels(function):
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("mps", r"must be on the CPU or on a CUDA GPU, got mps:0"),
+        ("cuda", r"are on cuda:0, and attn_ext's CUDA kernels are not built \(no nvcc\).*move the tensors"),
+    ],
+)
+def test_tensors_on_a_device_without_kernels(function, device, words, monkeypatch):
     """torch would say that an operator is missing for a backend; it is a device that users chose."""
+    monkeypatch.setattr(ops, "CUDA_PROBLEM", "not built (no nvcc)")
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        q = torch.empty(1, 1, 2, 4, device="cuda")  # fake: needs no GPU
-        with pytest.raises(TypeError, match=r"must be on the CPU.*got cuda:0"):
+        q = torch.empty(1, 1, 2, 4, device=device)  # fake: needs no such device
+        with pytest.raises(TypeError, match=words):
             function(q, q, q)
+
+
+@pytest.mark.parametrize("function", [attention, scaled_dot_product_attention])
+def test_shapes_are_known_for_tensors_on_a_gpu(function, monkeypatch):
+    monkeypatch.setattr(ops, "CUDA_PROBLEM", "")
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 1, 2, 4, device="cuda")
+        out = function(q, q, q)
+    assert (out.shape, out.device.type) == (q.shape, "cuda")

@@ -116,12 +116,19 @@ def test_a_wrong_result_is_found(fault, monkeypatch):
     assert "out is" in gpu_measure.measure(SMALL, "cpu")["wrong"]
 
 
-def test_a_case_that_we_refuse_fails_and_long_math_is_left_out(monkeypatch):
+def test_torchs_unfused_path_is_left_out_where_it_is_too_long(monkeypatch):
+    monkeypatch.setattr(gpu_measure, "SAMPLE_SECONDS", 0)
+    monkeypatch.setattr(gpu_measure, "MATH_PAIRS", 16 * 16 - 1)
+    found = gpu_measure.measure(SMALL, "cpu")
+    assert "math" not in found["milliseconds"]
+    assert "Nq x Nk" in found["skipped"]["math"]
+
+
+def test_a_case_that_we_refuse_fails(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no kernel takes this\nand more")
 
     monkeypatch.setattr(attn_ext, "attention", refuse)
-    monkeypatch.setattr(gpu_measure, "MATH_KEYS", 8)
     assert gpu_measure.measure(SMALL, "cpu") == {"failed": "attn_ext: no kernel takes this"}
 
 

@@ -11,6 +11,9 @@ from .loops import Graph, reverse_postorder
 
 Line = tuple[int, str, str, str]  # address, opcode, operands, predicate
 ONE_RESULT = {"IADD3", "IMAD", "LEA", "LOP3", "MOV", "SEL", "SHF"}
+# Opcodes that write several registers.
+FOUR = re.compile(r"HMMA|LDSM|.*\.128")
+TWO = re.compile(r"\w+\.WIDE|CS2R|DADD|DMUL|DFMA|F2I.*64|I2F.*F64|F2F.*F64|.*\.64")
 # What ptxas writes to set a register to a constant without the integer pipes: halves of 0 x 0 + constant.
 CONSTANT = re.compile(r"(R\d+), -RZ, RZ, (\S+), (\S+)")
 
@@ -82,14 +85,15 @@ def with_shadows(lines: list[Line]) -> list[Line]:
         if not written:  # a store: its first operand is an address
             target = to_shadows(target, shadows, predicate)
         sources = to_shadows(sources, shadows, predicate)
-        named = re.findall(r"\bP\d\b", operands)  # written or only read: not told apart
+        # Predicates that it writes stand first, or right after the register that it writes.
+        changed = re.findall(r"P\d", re.match(r"(?:U?R\w+, )?((?:P\w, )*)", operands)[1])
         for register, guard in list(shadows.items()):
-            if guard.lstrip("@!") in named or opcode == "R2P":
+            if guard.lstrip("@!") in changed or opcode == "R2P":
                 del shadows[register]
         if written:
-            for n in range(4):  # some instructions write up to four registers
-                shadows.pop(f"R{int(written[1]) + n}", None)
-            if predicate and not named and opcode.partition(".")[0] in ONE_RESULT and "WIDE" not in opcode:
+            for register in registers_from(int(written[1]), opcode):
+                shadows.pop(register, None)
+            if predicate and not changed and opcode.partition(".")[0] in ONE_RESULT and "WIDE" not in opcode:
                 result.append((-1, opcode, f"{shadow(written)}, {sources}", ""))
                 shadows[target] = predicate
         result.append((address, opcode, f"{target}{comma}{sources}", predicate))
@@ -107,6 +111,12 @@ def shadow(register: re.Match) -> str:
     return f"R{int(register[1]) + 1000}"  # no kernel has as many
 
 
+def registers_from(first: int, opcode: str) -> list[str]:
+    """Those that an instruction writes whose first operand is R<first>."""
+    count = 4 if FOUR.match(opcode) else 2 if TWO.match(opcode) else 1
+    return [f"R{first + n}" for n in range(count)]
+
+
 def written_by_subroutine(function: Function, call: Instruction) -> list[str]:
     """The registers that the subroutine writes which this CALL goes to; none if it is no such CALL."""
     label = re.search(r"`\((\$[\w$]+)\)", call.operands)
@@ -115,8 +125,7 @@ def written_by_subroutine(function: Function, call: Instruction) -> list[str]:
     found = set()
     for i in function.instructions[function.labels[label[1]] :]:
         if match := re.match(r"R(\d+)\b", i.operands):
-            pair = "WIDE" in i.opcode or ".64" in i.opcode or i.name in ("CS2R", "F2I", "I2F", "F2F", "MUFU")
-            found |= {f"R{int(match[1]) + n}" for n in range(2 if pair else 1)}
+            found.update(registers_from(int(match[1]), i.opcode))
         if i.name == "RET":
             return sorted(found)
     raise ToolError(f"{function.name}: the subroutine {label[1]} does not return")

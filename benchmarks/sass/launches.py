@@ -1,22 +1,35 @@
 """Block size and dynamic shared memory of every kernel, as attn_ext's launch planner says."""
 
 import itertools
+from collections.abc import Callable
 
 from .build import Launch
+from .gpus import GPUS
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256, 320)  # the buckets, and one for kernels that take any
 
 
 def planned(arch: str) -> tuple[dict[str, Launch], str]:
-    """(kernel -> launch, what is not known and why). attn_ext need not be installed to read machine code."""
-    try:
-        import torch
+    """(kernel -> launch, what is not known and why). attn_ext need not be installed to read machine code.
 
+    For kernels that a GPU of this architecture would not be given, as on the others.
+    """
+    try:
         from attn_ext import launch_plan
     except ImportError as error:
         return {}, f"Dynamic shared memory is not known: {error}"
     found: dict[str, Launch] = {}
-    refused: set[str] = set()
+    problems: set[str] = set()
+    for each in dict.fromkeys((arch, *(gpu.arch for gpu in GPUS.values()))):
+        for name, launch in _launches(launch_plan, each, problems).items():
+            found.setdefault(name, launch)
+    return found, " ".join(f"launch_plan refuses: {text}" for text in sorted(problems))
+
+
+def _launches(launch_plan: Callable, arch: str, problems: set[str]) -> dict[str, Launch]:
+    import torch
+
+    found: dict[str, Launch] = {}
     prefill, decode = (32, 1024, 1024), (4, 1, 8192)  # H, Nq, Nk: tiles for a whole GPU, or one query
     types = {"float16": HEAD_DIMS, "bfloat16": HEAD_DIMS, "float32": HEAD_DIMS, "float64": (64,)}
     for name, head_dims in types.items():
@@ -37,10 +50,10 @@ def planned(arch: str) -> tuple[dict[str, Launch], str]:
                         q, k, k, direction="backward" if io else "forward", arch=arch, **io, **terms
                     )
                 except (RuntimeError, ValueError) as error:  # reported: it is no fault of the machine code
-                    refused.add(str(error))
+                    problems.add(str(error))
                     continue
                 for launch in plan.launches:
                     before = found.get(launch.kernel, Launch(0, 0)).dynamic_shared_bytes
                     most = max(before, launch.shared_bytes)
                     found[launch.kernel] = Launch(launch.block[0], most)
-    return found, " ".join(f"launch_plan refuses: {text}" for text in sorted(refused))
+    return found

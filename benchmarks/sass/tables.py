@@ -126,7 +126,7 @@ def prediction_table(problems: Iterable[Problem], dtype: str, kernels: dict[str,
         seconds, tflops = total(p, found)
         for each in found:
             limits = sorted(each.seconds.items(), key=lambda item: -item[1])
-            text = "  ".join(f"{limit} {s * 1e3:.2f}" for limit, s in limits)
+            text = "  ".join(f"{limit} {s * 1e3:.2f}" for limit, s in limits if s)
             part = each.kernel.removeprefix("attn_").partition("_sm80")[0]
             rows.append([name, f"{tflops:.0f}", f"{seconds * 1e3:.2f}", part, text])
     lines = align([row[:-1] for row in rows])

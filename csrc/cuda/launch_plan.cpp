@@ -12,8 +12,9 @@
 namespace attn_ext::cuda {
 namespace {
 
-constexpr int64_t kMaxLength = (int64_t(1) << 31) - 1;  // kernels count queries and keys in 32 bits
-constexpr int64_t kMaxGrid = (int64_t(1) << 31) - 1;    // blocks along x, CUDA's own limit
+// Kernels count queries and keys in 32 bits, up to the end of the last tile.
+constexpr int64_t kMaxLength = (int64_t(1) << 31) - 1024;
+constexpr int64_t kMaxGrid = (int64_t(1) << 31) - 1;  // blocks along x, CUDA's own limit
 
 bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 

@@ -1,8 +1,8 @@
-"""Every test of ptxrun runs twice: one instruction at a time, and in batches wherever that is possible."""
+"""Every test of ptxrun runs twice: instructions and blocks one by one, and together wherever they can."""
 
 import pytest
 
-from ptxrun import scheduler
+from ptxrun import module, scheduler
 from ptxrun.toys import batch_always
 
 
@@ -10,5 +10,6 @@ from ptxrun.toys import batch_always
 def order_of_execution(request, monkeypatch):
     if request.param == "single":
         monkeypatch.setattr(scheduler, "PLAN_LENGTH", 1 << 40)
+        monkeypatch.setattr(module, "TOGETHER", 0)
     else:
         batch_always(monkeypatch)

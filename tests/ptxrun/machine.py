@@ -12,22 +12,27 @@ from .errors import BarrierError, PtxError, Unsupported
 from .instr import SIZE, Sym, leaves
 from .operands import Operands
 from .registry import CONTROL, EXITED, SMEM_BASE, STRAIGHT, Park, short
-from .sanitize import Sanitizer
+from .sanitize import Doubt, Sanitizer
 
 SMEM_ALIGN = 1024  # the largest alignment that a swizzle pattern asks of dynamic shared memory
 SCRATCH = 1 << 21  # bytes: a batch of 64 mma on 128 threads gathers 320 KiB
 
 
 class Machine(Operands):
-    def __init__(self, module, func, block, dyn_smem, sanitize=True):
+    """resident: so many blocks run together, as if they were one with separate shared memories."""
+
+    def __init__(self, module, func, block, dyn_smem, sanitize=True, resident=1):
         self.module, self.prog, self.func = module, module.prog, func
-        self.ntid = block
+        self.ntid, self.resident = block, resident
         self.grid = None  # until a launch
         self.nthreads = block[0] * block[1] * block[2]
-        self.W = -(-self.nthreads // 32)
-        self.T = T = self.W * 32
+        self.block_threads = -(-self.nthreads // 32) * 32
+        self.T = T = self.block_threads * resident
+        self.W = T // 32
         self.tid = np.arange(T)
         self.lane = self.tid & 31
+        self.slot = self.tid // self.block_threads
+        self.block_ids = np.zeros(T, np.int64)
         self.base = self  # the machine behind the lanes: lanes.Lanes has another
         self._scratch = np.empty(SCRATCH, np.uint8)
         self._tiled, self._tiles = None, {}  # the latest mask that batches ran under, k times in a row
@@ -42,12 +47,14 @@ class Machine(Operands):
         self._specials()
         self._layout(dyn_smem)
         self._registers()
-        self.san = Sanitizer(self.T, self.smem_end, _granule(self.code_used), self) if sanitize else None
+        self.san = None
+        if sanitize:
+            self.san = Sanitizer(T, resident, self.smem_stride, _granule(self.code_used), self)
         self._bind()
 
     # -- set-up ---------------------------------------------------------------------------
     def _specials(self):
-        t, (nx, ny, _) = self.tid, self.ntid
+        t, (nx, ny, _) = self.tid % self.block_threads, self.ntid
 
         def full(v):
             return np.full(self.T, v, np.uint32)
@@ -56,7 +63,13 @@ class Machine(Operands):
         one = np.uint32(1)
         bit = one << lane
         sp = {"tid.x": t % nx, "tid.y": t // nx % ny, "tid.z": t // (nx * ny)}
-        sp |= {"laneid": lane, "warpid": t >> 5, "nwarpid": full(self.W), "smid": full(0), "nsmid": full(132)}
+        sp |= {
+            "laneid": lane,
+            "warpid": t >> 5,
+            "nwarpid": full(self.block_threads // 32),
+            "smid": full(0),
+            "nsmid": full(132),
+        }
         sp |= {"lanemask_eq": bit, "lanemask_lt": bit - one, "lanemask_le": bit | (bit - one)}
         sp |= {"lanemask_gt": ~(bit | (bit - one)), "lanemask_ge": ~(bit - one)}
         sp |= {"gridid": full(0), "clock": full(0), "clock_hi": full(0)}
@@ -93,8 +106,10 @@ class Machine(Operands):
         self.special["%dynamic_smem_size"][:] = dyn_smem
         self.special["%total_smem_size"][:] = end - SMEM_BASE
         self.smem_end = end
-        raw = np.zeros(end + 64 + SMEM_ALIGN, np.uint8)
-        self.smem = raw[-raw.ctypes.data % SMEM_ALIGN :][: -(-end // 16) * 16 + 16]
+        self.smem_stride = -(-end // SMEM_ALIGN) * SMEM_ALIGN
+        self.region = self.slot * self.smem_stride  # of each thread's block in smem
+        raw = np.zeros(self.smem_stride * self.resident + SMEM_ALIGN, np.uint8)
+        self.smem = raw[-raw.ctypes.data % SMEM_ALIGN :][: self.smem_stride * self.resident]
         self.local = np.zeros((self.T, max(-(-size["local"] // 16) * 16, 16)), np.uint8)
         self.pmem = np.zeros((self.T, max(-(-size["param"] // 16) * 16, 16)), np.uint8)
         o = 0
@@ -229,7 +244,7 @@ class Machine(Operands):
         self.grid, self.mem, self.on_error, self.batch = grid, mem, on_error, batch
         self.block_races, self.max_instr, self.initcheck = block_races, max_instr, initcheck
         self.reports, self.seen = [], set()
-        self.n_group = self.n_thread = self.block_id = 0
+        self.n_group = self.n_thread = 0
         for i, d in enumerate("xyz"):
             self.special[f"%nctaid.{d}"][:] = self.special[f"%nclusterid.{d}"][:] = grid[i]
         self.pbuf[: len(params)] = np.frombuffer(params, np.uint8)
@@ -251,6 +266,10 @@ class Machine(Operands):
         """PTX lines of the kernel and its functions that no thread reached, in the order of the code."""
         pcs = np.array([i.pc for i in self.code_used])
         return [self.prog.code[pc].line for pc in pcs[self.hits[pcs] == 0]]
+
+    def threads_of(self, slot):
+        """The threads of one of the blocks that run together."""
+        return slice(slot * self.block_threads, (slot + 1) * self.block_threads)
 
     # -- masks and warps ------------------------------------------------------------------
     def active(self, m):
@@ -302,12 +321,14 @@ class Machine(Operands):
         ins = self.prog.code[pc]
         block = ""
         if self.grid:
-            at = np.unravel_index(self.block_id, self.grid[::-1])[::-1]
+            at = np.unravel_index(self.block_ids[0], self.grid[::-1])[::-1]
             block = f" block {tuple(int(x) for x in at)}"
         return f"kernel {self.func.name}{block} PTX line {ins.line}: {short(ins.text)}"
 
     def report(self, cls, msg, pc=None, other=None):
         """Raises an error found at pc, or keeps it (on_error='collect').  other: pc of the earlier access."""
+        if self.resident > 1:
+            raise Doubt
         if other is not None and other >= 0:
             o = self.prog.code[other]
             msg += f"\n    earlier access: PTX line {o.line}: {short(o.text)}"

@@ -10,6 +10,7 @@ from .errors import AccessError, RaceError
 ORIGIN = 4096  # host address of element 0 of the views below
 SHARED_BASE = 1 << 60  # generic-address windows
 LOCAL_BASE = 2 << 60
+SEVERAL = -1  # more than one block
 
 
 def host_view(dtype, vec=1):
@@ -40,7 +41,7 @@ class Memory:
 
     def __init__(self):
         self.starts, self.ends, self.names, self.writable, self.keep = [], [], [], [], {}
-        self.owner = {}  # start -> int32 shadow: 1 + the block that wrote a byte last (optional check)
+        self.owner = {}  # start -> shadows, 1 + the block that wrote, that read a byte (optional check)
         self._rebuild()
 
     def _rebuild(self):
@@ -141,44 +142,75 @@ class Memory:
             out.append(f"{self.starts[k + 1] - a} bytes before {self.names[k + 1]}")
         return "nearest: " + "; ".join(out) if out else "no allocation registered"
 
-    def own(self, k, addr, nbytes, block, tids):
-        """Optional check across blocks: a byte that another block wrote is written, without atomics.
+    def own(self, k, addr, nbytes, blocks, tids):
+        """Optional check across blocks: bytes are written, without atomics, that another block wrote or read.
 
-        k: what check() returned for these accesses.
+        k: what check() returned for these accesses; blocks: the block of each, or one for all.
         """
-        for j, part in self._allocations(k):
-            start = self.starts[j]
-            shadow = self.owner.get(start)
-            if shadow is None:
-                shadow = self.owner[start] = np.zeros(self.ends[j] - start, np.int32)
-            at = addr[part] - start
-            self._foreign(shadow, at, nbytes, block, tids[part], j, "write to")
-            shadow[at[:, None] + np.arange(nbytes)] = block + 1
+        for j, at, block, t in self._parts(k, addr, nbytes, blocks, tids):
+            written, read = self._shadows(j)
+            self._foreign(written[at], block, j, at, t, "write to", "written")
+            self._foreign(read[at], block, j, at, t, "write to", "read")
+            written[at] = block
+            self._foreign(written[at], block, j, at, t, "write to", "written")  # within this instruction
 
-    def own_read(self, k, addr, nbytes, block, tids):
+    def own_read(self, k, addr, nbytes, blocks, tids):
         """The same for a read of what another block wrote."""
-        for j, part in self._allocations(k):
-            shadow = self.owner.get(self.starts[j])
-            if shadow is not None:
-                at = addr[part] - self.starts[j]
-                self._foreign(shadow, at, nbytes, block, tids[part], j, "read of")
+        for j, at, block, t in self._parts(k, addr, nbytes, blocks, tids):
+            if self.writable[j]:
+                written, read = self._shadows(j)
+                self._foreign(written[at], block, j, at, t, "read of", "written")
+                read[at] = np.where((read[at] == 0) | (read[at] == block), block, SEVERAL)
 
     @staticmethod
-    def _allocations(k):
-        """[(allocation, which accesses are in it)]"""
-        if np.ndim(k) == 0:
-            return [(k, slice(None))]
-        return [(int(j), k == j) for j in np.unique(k)]
+    def _parts(k, addr, nbytes, blocks, tids):
+        """For each allocation: it, its bytes (n, nbytes), 1 + block (n, 1) and threads of the accesses."""
+        blocks = np.broadcast_to(blocks, len(addr)) + 1
+        for j in [k] if np.ndim(k) == 0 else np.unique(k).tolist():
+            part = slice(None) if np.ndim(k) == 0 else k == j
+            yield j, addr[part, None] + np.arange(nbytes), blocks[part, None], tids[part]
 
-    def _foreign(self, shadow, at, nbytes, block, tids, j, what):
-        old = shadow[at[:, None] + np.arange(nbytes)]
-        bad = (old != 0) & (old != block + 1)
+    def _shadows(self, j):
+        """The blocks that wrote and that read each byte of an allocation, by the byte's address."""
+        start, size = self.starts[j], self.ends[j] - self.starts[j]
+        if start not in self.owner:
+            self.owner[start] = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        return [_Shadow(x, start) for x in self.owner[start]]
+
+    def _foreign(self, others, block, j, at, tids, what, done):
+        bad = (others != 0) & (others != block)
         if bad.any():
             i = int(bad.any(1).argmax())
-            raise RaceError(
-                f"global {what} {self.names[j]}+{int(at[i])} by block {block} thread {int(tids[i])}: "
-                f"already written by block {int(old[bad][0]) - 1}"
-            )
+            other = int(others[bad][0]) - 1
+            by = f"block {other}" if other >= 0 else "several blocks"
+            place = f"{self.names[j]}+{int(at[i, 0]) - self.starts[j]}"
+            me = f"block {int(block[i, 0]) - 1} thread {int(tids[i])}"
+            raise RaceError(f"global {what} {place} by {me}: already {done} by {by}")
+
+    def snapshot(self, most):
+        """[(address, bytes)] of what may be written; None where that is more than `most` bytes."""
+        ranges = [(s, e - s) for s, e, w in zip(self.starts, self.ends, self.writable, strict=True) if w]
+        if sum(n for _, n in ranges) > most:
+            return None
+        return [(start, read_host(start, n)) for start, n in ranges]
+
+    @staticmethod
+    def restore(snapshot):
+        for start, data in snapshot:
+            ctypes.memmove(start, data, len(data))
+
+
+class _Shadow:
+    """An array over an allocation, indexed by addresses."""
+
+    def __init__(self, array, start):
+        self.array, self.start = array, start
+
+    def __getitem__(self, at):
+        return self.array[at - self.start]
+
+    def __setitem__(self, at, value):
+        self.array[at - self.start] = value
 
 
 def read_host(ptr, n):

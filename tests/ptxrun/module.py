@@ -1,5 +1,6 @@
 """A parsed PTX file and the launch of its kernels."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -10,8 +11,11 @@ from .instr import Name
 from .machine import Machine
 from .memory import Memory
 from .parse import Program
+from .sanitize import Doubt
 
 MACHINES_KEPT = 4  # bound kernels kept per module: binding costs as much as running a small problem
+TOGETHER = 1024  # threads of blocks that run together: numpy's own overhead is small by then
+MOST_WRITABLE = 1 << 26  # bytes: more is not copied to be able to start again
 
 
 @dataclass
@@ -126,6 +130,7 @@ class Module:
         max_instr=None,
         blocks=None,
         batch=True,
+        together=True,
         collectives_order=True,
     ):
         """Run a kernel.
@@ -134,13 +139,15 @@ class Module:
         (registered, passed as pointers), bytes (by-value structs), TensorMap.  mem: the memory that it may
         touch besides the module's own variables.  sanitize: shared-memory checks.  on_error: 'raise' or
         'collect' (race, init and barrier reports only).  shuffle: seed for a random block order.  blocks: run
-        only these linear block ids.  block_races: report a block that, without atomics,
-        writes or reads a byte that another one wrote.  initcheck=False: allow
-        reads of unwritten shared memory (it holds NaN, so use of them still shows).  max_instr: Deadlock
-        after so many instructions.  batch=False: one instruction at a time in program order, slower, with
-        the same results (batches.py).  collectives_order: mma, shfl, ldmatrix and the like order the shared
-        accesses of their warp, as on hardware; False holds the kernel against the PTX ISA, which promises
-        that of bar.warp.sync alone.
+        only these linear block ids.  block_races: report a block that, without atomics, writes or reads a
+        byte that another one wrote, or writes one that another read.  initcheck=False: allow reads of
+        unwritten shared memory (it holds NaN, so use of them still shows).  max_instr: Deadlock after so many
+        instructions.  collectives_order: mma, shfl, ldmatrix and the like order the shared accesses of their
+        warp, as on hardware; False holds the kernel against the PTX ISA, which promises that of bar.warp.sync
+        alone.
+
+        Slower, with the same results: batch=False, one instruction at a time in program order (batches.py);
+        together=False, one block after another even where several can run as if they were one large block.
         """
         mem = mem or self.mem
         f, grid, block = self.find(name), _dim3(grid), _dim3(block)
@@ -150,39 +157,65 @@ class Module:
         if f.cluster > 1:
             raise Unsupported(f"{f.name} needs clusters of {f.cluster} blocks")
         params = self.pack(f, args, mem)
-        m = self._machine(f, block, dynamic_smem, sanitize)
-        m.reset(
-            grid,
-            params,
-            mem,
-            on_error=on_error,
-            block_races=block_races,
-            max_instr=max_instr,
-            initcheck=initcheck,
-            batch=batch,
-            collectives_order=collectives_order,
-        )
-        own = [(m.pbuf.ctypes.data, m.pbuf.nbytes, f"parameters of {f.name}")]
+        n = grid[0] * grid[1] * grid[2]
+        order = np.arange(n) if blocks is None else np.asarray(blocks)
+        if shuffle is not None:
+            order = np.random.default_rng(shuffle).permutation(order)
+        options = {"on_error": on_error, "block_races": block_races, "max_instr": max_instr}
+        options |= {"initcheck": initcheck, "batch": batch, "collectives_order": collectives_order}
+
+        def run(resident):
+            m = self._machine(f, block, dynamic_smem, sanitize, resident)
+            m.reset(grid, params, mem, **options)
+            mem.owner.clear()
+            mem.add(m.pbuf.ctypes.data, m.pbuf.nbytes, f"parameters of {f.name}", writable=False)
+            try:
+                seconds = m.launch(order)
+            finally:
+                mem.remove(m.pbuf.ctypes.data)
+            return Result(seconds, len(order), m.n_group, m.n_thread, m.reports, m.unexecuted())
+
+        with self._variables_in(mem):
+            resident = min(len(order), TOGETHER // (-(-threads // 32) * 32)) if together else 1
+            before = mem.snapshot(MOST_WRITABLE) if resident > 1 and self._independent(f) else None
+            if before is not None:
+                try:
+                    return run(resident)
+                except (Doubt, PtxError):  # something is wrong: once more, for the exact report
+                    mem.restore(before)
+            return run(1)
+
+    @contextlib.contextmanager
+    def _variables_in(self, mem):
+        """The module's own variables are part of mem meanwhile."""
         v = self._variables
-        own += [(s, e - s, n) for s, e, n in zip(v.starts, v.ends, v.names, strict=True)]
-        mem.owner.clear()
+        own = [(s, e - s, n) for s, e, n in zip(v.starts, v.ends, v.names, strict=True)]
         for ptr, nbytes, label in own:
             mem.add(ptr, nbytes, label)
         try:
-            n = grid[0] * grid[1] * grid[2]
-            order = np.arange(n) if blocks is None else np.asarray(blocks)
-            if shuffle is not None:
-                order = np.random.default_rng(shuffle).permutation(order)
-            s = m.launch(order)
+            yield
         finally:
             for ptr, _, _ in own:
                 mem.remove(ptr)
-        return Result(s, len(order), m.n_group, m.n_thread, m.reports, m.unexecuted())
 
-    def _machine(self, f, block, dynamic_smem, sanitize):
+    def _independent(self, f):
+        """May blocks of the kernel run together?
+
+        Not where an order among them may show in the result, nor with instructions that know one block."""
+        functions = [f, *(self.prog.funcs[n] for n in self.callees(f))]
+        code = [i for g in functions for i in self.prog.code[g.start : g.end]]
+        return not any(
+            i.op in ("atom", "red", "mbarrier", "wgmma")
+            or (i.op == "cp" and i.has("bulk", "mbarrier"))
+            or (i.op == "barrier" and i.has("cluster"))
+            or i.has("volatile", "relaxed", "acquire", "release")
+            for i in code
+        )
+
+    def _machine(self, f, block, dynamic_smem, sanitize, resident):
         """The kernel bound for this shape of block; the latest few are kept."""
-        key = f.name, block, dynamic_smem, sanitize
-        m = self._machines.pop(key, None) or Machine(self, f, block, dynamic_smem, sanitize)
+        key = f.name, block, dynamic_smem, sanitize, resident
+        m = self._machines.pop(key, None) or Machine(self, f, block, dynamic_smem, sanitize, resident)
         self._machines[key] = m
         while len(self._machines) > MACHINES_KEPT:
             self._machines.pop(next(iter(self._machines)))

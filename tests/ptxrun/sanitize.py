@@ -19,17 +19,21 @@ class Doubt(Exception):
 
 POISON = np.int32(2**31 - 1)  # never written
 PENDING = np.int32(2**31 - 2)  # cp.async in flight
+FINISHED = np.int32(2**31 - 3)  # later than everything that is no such mark
 
 
 class Sanitizer:
-    def __init__(self, T, smem_bytes, granule, machine, n_async=96):
+    def __init__(self, T, blocks, smem_bytes, granule, machine, n_async=96):
+        """T: threads of all blocks that run together; smem_bytes: shared memory of each, a multiple of 16."""
         self.T, self.W, self.g, self.m = T, T // 32, granule, machine
         self.n_async = n_async
-        n = -(-smem_bytes // granule)
+        self.block_threads, self.block_granules = T // blocks, smem_bytes // granule
+        n = self.block_granules * blocks
         self.wtime = np.full(n, POISON, np.int32)
         self.wt = np.zeros(n, np.int32)
         self.wpc = np.zeros(n, np.int32)
-        self.rtag = np.zeros((self.W + n_async, n), np.int32)  # now * 32 + lane
+        self.rows = self.W // blocks  # readers: a row for each warp of a block, then for async agents
+        self.rtag = np.zeros((self.rows + n_async, n), np.int32)  # now * 32 + lane
         self.rpc = np.zeros(n, np.int32)
         self.atomic = np.zeros(n, bool)
         self._mark = np.zeros(n, np.int32)
@@ -37,31 +41,36 @@ class Sanitizer:
         self.ws = np.zeros(self.W, np.int32)
         self.fence = np.zeros(T, np.int32)  # last fence.proxy.async
         self.dirty = np.zeros(self.W, bool)
-        self.floor, self.now = 0, 1
+        self.floor = np.zeros(blocks, np.int32)  # of each block
+        self.low, self.now = 0, 1  # low: the least floor
         self.cols, self.most_cols = {}, 0
         self.last = 0  # tag of the latest access
-        self.warp = np.arange(T) >> 5
+        self.row = (np.arange(T) % self.block_threads) >> 5
+        self.block = np.arange(T + n_async) // self.block_threads  # async agents: kernels with one block
+        self.block[T:] = 0
         self.span = {k: np.arange(max(k // granule, 1)) for k in (1, 2, 4, 8, 16, 32)}
 
-    def new_block(self):
+    def new_blocks(self):
         self.wtime[:] = POISON
         self.atomic[:] = False
-        self.floor, self.now = self.now, self.now + 1
+        self.floor[:] = self.low = self.now
+        self.now += 1
         self.dirty[:] = False
         self.cols.clear()
-        self.fence[:] = self.floor
+        self.fence[:] = self.low
 
     def reset(self, collectives):
         """As new, for another launch.  collectives: do they order their warp's accesses?"""
         self.collectives = collectives
-        self.rtag[: self.W + self.most_cols] = 0
+        self.rtag[: self.rows + self.most_cols] = 0
         self.K[:] = 0
         self.ws[:] = 0
-        self.floor, self.now, self.last = 0, 1, 0
+        self.floor[:] = self.low = 0
+        self.now, self.last = 1, 0
         self.strict = False
 
     def _report(self, *report):
-        if self.strict:
+        if self.strict or self.m.resident > 1:
             raise Doubt
         self.m.report(*report)
 
@@ -79,7 +88,7 @@ class Sanitizer:
         """Does access (agent, time) happen-before thread t's current point?  Broadcasts."""
         return (
             (agent == t)
-            | (time <= self.floor)
+            | (time <= self.floor[self.block[t]])
             | (self.K[t, agent] >= time)
             | ((agent >> 5 == t >> 5) & (agent < self.T) & (time <= self.ws[t >> 5]))
         )
@@ -88,17 +97,17 @@ class Sanitizer:
         """step: how many warp-level synchronisations lie between the first of these reads and each one."""
         idx = self._idx(addr, nbytes)
         wt = self.wtime[idx]
-        if wt.max() > self.floor:
+        if wt.max() > self.low:
             self._check_w(tids, addr, idx, wt, pc, "read", atomic)
         if not atomic:
-            self.rtag[self.warp[tids][:, None], idx] = ((self.now + step) * 32 + (tids & 31))[:, None]
+            self.rtag[self.row[tids][:, None], idx] = ((self.now + step) * 32 + (tids & 31))[:, None]
             self.rpc[idx] = pc
             self.last = self.now
 
     def write(self, tids, addr, nbytes, pc, atomic=False, pending=False):
         idx = self._idx(addr, nbytes)
         wt = self.wtime[idx]
-        if ((wt > self.floor) & (wt != POISON)).any():
+        if ((wt > self.low) & (wt != POISON)).any():
             self._check_w(tids, addr, idx, wt, pc, "write", atomic)
         self._check_r(tids, addr, idx, pc)
         self.wtime[idx] = PENDING if pending else self.now
@@ -135,7 +144,7 @@ class Sanitizer:
                 pc,
                 int(self.wpc[idx[i]]),
             )
-        bad = (wt > self.floor) & (wt < PENDING)
+        bad = (wt > self.low) & (wt < PENDING)
         bad &= ~self.known(t, w, wt)
         if atomic:
             bad &= ~self.atomic[idx]
@@ -150,13 +159,14 @@ class Sanitizer:
             )
 
     def _check_r(self, tids, addr, idx, pc):
-        r = self.rtag[: self.W + len(self.cols), idx]  # (rows, n, k)
-        late = (r >> 5) > self.floor
+        r = self.rtag[: self.rows + len(self.cols), idx]  # (rows, n, k)
+        late = (r >> 5) > self.low
         if not late.any():
             return
         row, i, k = np.nonzero(late)
         tag = r[row, i, k]
-        ag = np.where(row < self.W, row * 32 + (tag & 31), self.T + row - self.W)
+        first = self.block[tids[i]] * self.block_threads
+        ag = np.where(row < self.rows, first + row * 32 + (tag & 31), self.T + row - self.rows)
         bad = ~self.known(tids[i], ag, tag >> 5)
         if bad.any():
             j = int(bad.argmax())
@@ -192,7 +202,7 @@ class Sanitizer:
         """Async-proxy read of granules gr issued by thread `tid` (wgmma, TMA store)."""
         wt = self.wtime[gr]
         w = self.wt[gr]
-        if wt.max() > self.floor:
+        if wt.max() > self.low:
             self._check_w(np.array([tid]), None, gr[None, :], wt[None, :], pc, "read", False)
         if proxy:
             gen = (w < self.T) & (wt < PENDING)
@@ -207,7 +217,7 @@ class Sanitizer:
                     int(self.wpc[gr[i]]),
                 )
         c = self.col(key)
-        self.rtag[self.W + c - self.T, gr] = self.now * 32
+        self.rtag[self.rows + c - self.T, gr] = self.now * 32
         self.rpc[gr] = pc
         self.last = self.now
         return c
@@ -215,7 +225,7 @@ class Sanitizer:
     def async_write(self, tid, key, gr, pc):
         wt = self.wtime[gr][None, :]
         t = np.array([tid])
-        if ((wt > self.floor) & (wt != POISON)).any():
+        if ((wt > self.low) & (wt != POISON)).any():
             self._check_w(t, None, gr[None, :], wt, pc, "write", False)
         self._check_r(t, None, gr[None, :], pc)
         c = self.col(key)
@@ -225,12 +235,19 @@ class Sanitizer:
         return c
 
     # -- synchronisation events -----------------------------------------------------------
-    def full_barrier(self):
-        """All live threads synchronise.  Async agents are NOT covered."""
+    def full_barrier(self, block):
+        """All live threads of a block synchronise.  Async agents are NOT covered."""
         if len(self.cols):
             self._floor_threads()
         else:
-            self.floor, self.now = self.now, self.now + 1
+            self.floor[block] = self.now
+            self.now += 1
+            self.low = int(self.floor.min())
+
+    def finished(self, block):
+        """Its threads have exited: nothing of it is looked at any more."""
+        self.floor[block] = FINISHED
+        self.low = int(self.floor.min())
 
     def _floor_threads(self):
         K = self.K[:, self.T :].max(0)
@@ -247,7 +264,7 @@ class Sanitizer:
 
     def warp_sync(self, warps):
         """warps: slice or index array of warps whose lanes all synchronised."""
-        if not self.dirty.any() and (self.last <= self.floor or self.last <= self.ws[warps].min()):
+        if not self.dirty.any() and (self.last <= self.low or self.last <= self.ws[warps].min()):
             return
         self.ws[warps] = self.now
         self.now += 1

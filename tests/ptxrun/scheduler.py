@@ -7,6 +7,7 @@ import numpy as np
 from . import lanes
 from .errors import BarrierError, Deadlock, PtxError
 from .registry import BLOCKED, EXITED, PARKED, RUN, Park, short
+from .sanitize import Doubt
 
 STARVED = 2000  # scheduling rounds: then a thread that others overtake at lower pcs (they spin) runs once
 PLAN_AFTER = 1  # runs of a stretch of code before it pays to plan its batches
@@ -16,14 +17,17 @@ PLAN_LENGTH = 8  # and the fewest instructions that are worth it
 def launch(M, order):
     t0 = time.perf_counter()
     with np.errstate(all="ignore"):
-        for b in order:
-            run_block(M, int(b))
+        for i in range(0, len(order), M.resident):
+            run_blocks(M, order[i : i + M.resident])
     return time.perf_counter() - t0
 
 
-def run_block(M, block):
-    M.block_id = block
-    at = np.unravel_index(block, M.grid[::-1])[::-1]
+def run_blocks(M, blocks):
+    """Runs at most M.resident blocks, together."""
+    M.block_ids[:] = blocks[0]
+    for slot, block in enumerate(blocks):
+        M.block_ids[M.threads_of(slot)] = block
+    at = np.unravel_index(M.block_ids, M.grid[::-1])[::-1]
     for i, d in enumerate("xyz"):
         M.special["%ctaid." + d][:] = M.special["%clusterid." + d][:] = at[i]
         M.special["%cluster_ctaid." + d][:] = 0
@@ -31,10 +35,14 @@ def run_block(M, block):
     M.smem[:] = 0xFF  # NaN in every float format
     M.local[:] = 0xFF
     if M.san:
-        M.san.new_block()
+        M.san.new_blocks()
     M.pcs = np.full(M.T, M.func.start, np.int64)
     M.status = np.zeros(M.T, np.int8)
-    M.status[M.nthreads :] = EXITED
+    M.status[M.tid % M.block_threads >= M.nthreads] = EXITED
+    for slot in range(len(blocks), M.resident):
+        M.status[M.threads_of(slot)] = EXITED
+        if M.san:
+            M.san.finished(slot)
     tick, ran = 0, np.zeros(M.T, np.int64)
     while True:
         runnable = M.status == RUN
@@ -110,6 +118,8 @@ def _run_straight(M, pc, end, m, batched):
     except PtxError as e:
         e.where = e.where or M.where(at)
         raise
+    except Doubt:
+        raise
     except Exception as e:  # a bug of the executor, no PtxError: it says nothing about the kernel
         raise RuntimeError(f"ptxrun failed at {M.where(at)}") from e
     return True
@@ -137,8 +147,8 @@ def _deadlock(M):
             lines.append(
                 f"    {len(t)} threads ({t[0]}..{t[-1]}) {name} at PTX line {ins.line}: {short(ins.text)}"
             )
-    exited = int((M.status == EXITED)[: M.nthreads].sum())
+    exited = int((M.status == EXITED)[: M.nthreads].sum())  # where it matters, one block runs
     cls = BarrierError if M.state.get("bar") else Deadlock
     e = cls(f"no thread can continue ({exited} exited):\n" + "\n".join(lines))
-    e.where = f"kernel {M.func.name} block {M.block_id}"
+    e.where = f"kernel {M.func.name} block {M.block_ids[0]}"
     raise e

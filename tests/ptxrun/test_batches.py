@@ -1,4 +1,4 @@
-"""Batches give what the instructions give one by one: random programs, and what the planner may not move."""
+"""Batches, and blocks that run together, give what instructions and blocks give one by one."""
 
 import random
 
@@ -32,10 +32,13 @@ def program(body):
         + """
   ld.param.u64 %rd0, [k_out];
   mov.u32 %r0, %tid.x;
+  mov.u32 %r1, %ctaid.x;
+  mov.u32 %r2, %ntid.x;
+  mad.lo.u32 %r2, %r1, %r2, %r0;
+  mul.wide.u32 %rd1, %r2, 32;
+  add.s64 %rd1, %rd0, %rd1;
   mul.lo.u32 %r1, %r0, 32;
   mov.u32 %r2, s;
-  mul.wide.u32 %rd1, %r1, 1;
-  add.s64 %rd1, %rd0, %rd1;
   add.s32 %r1, %r1, %r2;
 """
         + "\n".join(body)
@@ -92,13 +95,15 @@ def random_body(seed):
     ]
     weights = [1] * (len(kinds) - 1) + [0.3]
     body = ["mov.u32 %r3, -1;"] if seed % 2 else ["sub.s32 %r3, %r1, %r1;", "not.b32 %r3, %r3;"]
-    body += [f"mad.lo.s32 %r{i}, %r0, {17 * i}, {i};" for i in range(4, 20)]
+    body += ["mov.u32 %r4, %ctaid.x;", *(f"mad.lo.s32 %r{i}, %r0, {17 * i}, %r4;" for i in range(5, 20))]
     body += [f"cvt.rn.f32.s32 %f{i}, %r{i + 4};" for i in range(12)]
     body += [f"st.shared.u32 [%r1+{4 * i}], %r{4 + i};" for i in range(SLOTS)]
     body += [f"setp.ne.s32 %p{i}, %r{i}, {i};" for i in range(1, 6)]
     for part in range(3):
         body += [k() for k in pick.choices(kinds, weights, k=40)]
-        body += [f"setp.lt.u32 %p0, %r0, {32 * (part + 1)};", f"@%p0 bra L{part};"]
+        # Some warps leave this out, in the last part some blocks.
+        who = "%r0" if part < 2 else "%ctaid.x"
+        body += [f"setp.lt.u32 %p0, {who}, {32 * (part + 1) if part < 2 else 2};", f"@%p0 bra L{part};"]
         body += [k() for k in pick.choices(kinds, weights, k=40)]
         body += [f"L{part}:"]
     body += [f"st.global.u32 [%rd1+{4 * i}], %r{4 + i};" for i in range(SLOTS)]
@@ -110,19 +115,19 @@ def random_body(seed):
 def test_random_programs(seed):
     text = program(random_body(seed))
     results = []
-    for batch in (False, True):
+    for options in ({"batch": False, "together": False}, {"batch": True, "together": False}, {}):
         m = ptxrun.Module(text)
-        out = m.mem.array(np.arange(96 * SLOTS, dtype=np.uint32))
-        r = m.launch("k", 1, 96, [out, 0], batch=batch)
-        results.append((out.tobytes(), r.instructions, r.thread_instructions, r.unexecuted))
-    assert results[0] == results[1]
+        out = m.mem.array(np.arange(13 * 96 * SLOTS, dtype=np.uint32))
+        r = m.launch("k", 13, 96, [out, 0], block_races=True, **options)  # 10 blocks together, then 3
+        results.append((out.tobytes(), r.unexecuted))
+    assert results[0] == results[1] == results[2]
 
 
 def steps(body):
     """The plan of some statements: (kind, their texts)."""
     parsed = Program(program(body))
     parsed.load(parsed.funcs["k"])
-    code = [i for i in parsed.code if i.op != "ret"][7:]
+    code = [i for i in parsed.code if i.op != "ret"][10:]
     planned = batches.plan(code, batches.constants(parsed.code))
     return [(s.kind, [i.text for i in s.instrs]) for s in planned]
 

@@ -234,6 +234,52 @@ def test_a_block_reads_what_another_wrote():
         run(source, np.zeros(200, np.int32), grid=2, block=64, block_races=True)
 
 
+def test_a_block_writes_what_another_read():
+    source = (
+        "K k(int *a) { if (blockIdx.x == 0) a[64 + threadIdx.x] = a[threadIdx.x]; else a[threadIdx.x] = 1; }"
+    )
+    with pytest.raises(RaceError, match=r"write to .*already read by block 0"):
+        run(source, np.zeros(200, np.int32), grid=2, block=64, block_races=True)
+
+
+TOGETHER = """K k(int *o, int bad) {
+  __shared__ int s[64]; int t = threadIdx.x, b = blockIdx.x;
+  int rounds = b % 3;                               // blocks part and meet again
+  s[t] = t + b;
+  if (b == 5) return;
+  for (int i = 0; i <= rounds; i++) {
+    __syncthreads();
+    int v = s[(t + 33) % 64];
+    if (b != bad) __syncthreads();
+    s[t] = v + 1; }
+  o[64 * b + t] = s[t]; }"""
+
+
+def test_blocks_that_run_together_have_their_own_barriers_and_memory():
+    o, alone = np.zeros(20 * 64, np.int32), np.zeros(20 * 64, np.int32)
+    m = build(TOGETHER)
+    r = m.launch("k", 20, 64, [o, -1], block_races=True)
+    one_by_one = m.launch("k", 20, 64, [alone, -1], block_races=True, together=False)
+    assert o.tolist() == alone.tolist()
+    assert r.instructions < one_by_one.instructions / 2
+    for b in (0, 1, 2, 5, 19):
+        t = np.arange(64)
+        expected = 0 * t if b == 5 else (t + 33 * (b % 3 + 1)) % 64 + b + b % 3 + 1
+        assert o[64 * b : 64 * b + 64].tolist() == expected.tolist()
+
+
+def test_a_fault_of_one_block_among_many_is_reported_as_if_it_ran_alone():
+    messages, left = [], []
+    for together in (True, False):
+        o = np.zeros(20 * 64, np.int32)
+        with pytest.raises(RaceError, match=r"block \(7, 0, 0\)") as caught:
+            build(TOGETHER).launch("k", 20, 64, [o, 7], together=together)
+        messages.append(str(caught.value))
+        left.append(o.tolist())
+    assert messages[0] == messages[1]
+    assert left[0] == left[1]  # what the blocks before it wrote, and no more
+
+
 def test_read_only_memory():
     m = build("K k(int *a, int *b) { b[threadIdx.x] = a[threadIdx.x]; }")
     a, b, mem = np.arange(64, dtype=np.int32), np.zeros(64, np.int32), ptxrun.Memory()

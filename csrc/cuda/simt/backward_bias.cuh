@@ -99,7 +99,7 @@ __device__ __forceinline__ void backward_bias(const BackwardParams& params) {
   // Within the tile: over the columns of a row, then over the rows of a column.
   const auto write = [&](int row, int column, T x) {
     const int64_t i = i_begin + row, j = j_begin + column;
-    if (i < size[2] && j < size[3]) *reinterpret_cast<T*>(grad.at(b_bias, h_bias, i, j)) = x;
+    if (i < size[2] && j < size[3]) element<T>(grad, b_bias, h_bias, i, j) = x;
   };
   if (over_columns) {
 #pragma unroll

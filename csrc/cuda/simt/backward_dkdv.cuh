@@ -189,7 +189,7 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
       if (j >= p.len_k) continue;
 #pragma unroll
       for (int e = 0; e < Z::kVector; e++) o[half][r][e] *= is_k ? T(p.scale) : T(1);
-      store_vector<In>(grad.at(b, h_kv, j, 0), column, o[half][r], columns - column);
+      store_vector<In>(grad, b, h_kv, j, column, o[half][r], columns - column);
     }
   }
 }

@@ -54,8 +54,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     for (int j = threadIdx.x; j < p.len_k; j += kThreads) {
       if (first <= j && j < last) continue;
       for (int i = i0; i < min(i0 + Z::kQueries, int(p.len_q)); i++) {
-        if (writes_bias) *reinterpret_cast<T*>(io.grad_bias.at(b, h, i, j)) = T(0);
-        if (writes_mask) *reinterpret_cast<T*>(io.grad_float_mask.at(b, h, i, j)) = T(0);
+        if (writes_bias) element<T>(io.grad_bias, b, h, i, j) = T(0);
+        if (writes_mask) element<T>(io.grad_float_mask, b, h, i, j) = T(0);
       }
     }
   }
@@ -137,8 +137,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
           const int j = j0 + thread_column() + kThreadColumns * c;
           if (i >= p.len_q || j >= p.len_k) continue;
           const T ds = own_score(tile, r, c);
-          if (writes_bias) *reinterpret_cast<T*>(io.grad_bias.at(b, h, i, j)) = ds;
-          if (writes_mask) *reinterpret_cast<T*>(io.grad_float_mask.at(b, h, i, j)) = ds;
+          if (writes_bias) element<T>(io.grad_bias, b, h, i, j) = ds;
+          if (writes_mask) element<T>(io.grad_float_mask, b, h, i, j) = ds;
           if (wants_alibi) alibi_sum -= ds * scores.distance(i, j);
         }
       }
@@ -185,7 +185,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
 #pragma unroll
       for (int e = 0; e < Z::kVector; e++) o[half][r][e] *= T(p.scale);
       const int column = column0 + half * Z::kHalf + Z::kVector * thread_column();
-      store_vector<In>(io.grad_q.at(b, h, i, 0), column, o[half][r], int(p.dim_qk) - column);
+      store_vector<In>(io.grad_q, b, h, i, column, o[half][r], int(p.dim_qk) - column);
     }
   }
 }

@@ -33,6 +33,14 @@ struct Element<double> : SameElement<double> {};
 template <class In>
 using Math = typename Element<In>::Math;
 
+// Element (b, h, row, column) of a tensor of numbers that are known to be of type T.
+template <class T>
+__device__ __forceinline__ T& element(const StridedView& view, int64_t b, int64_t h, int64_t row,
+                                      int64_t column) {
+  return static_cast<T*>(
+      view.data)[b * view.stride[0] + h * view.stride[1] + row * view.stride[2] + column * view.stride[3]];
+}
+
 template <class T>
 struct alignas(16) Vector {
   T at[16 / sizeof(T)];
@@ -96,7 +104,7 @@ class SliceCopy {
 
   __device__ __forceinline__ SliceCopy(const StridedView& view, int b, int h, int64_t width)
       : thread_(anew(threadIdx.x)), stride_(view.stride[2]), columns_(int(width) - own_column()) {
-    const Stored* head = reinterpret_cast<const Stored*>(view.at(anew(b), anew(h), 0, 0));
+    const Stored* head = &element<const Stored>(view, anew(b), anew(h), 0, 0);
     own_ = head + own_row() * stride_ + own_column();
     constexpr uint32_t kBytes = kVector * sizeof(Stored);
     whole_ = (uint32_t(uintptr_t(head)) | uint32_t(stride_ * sizeof(Stored))) % kBytes == 0 &&
@@ -211,7 +219,7 @@ using RowSlices = SliceCopy<In, Tile<Math<In>>::kSlice, Tile<Math<In>>::kColumns
 
 // A thread's kVector neighbours of an output row; `left` of them exist.
 template <class In>
-__device__ __forceinline__ void store_vector(void* row, int64_t column,
+__device__ __forceinline__ void store_vector(const StridedView& to, int b, int h, int row, int column,
                                              const Math<In> (&x)[16 / sizeof(Math<In>)], int left) {
   using Stored = typename Element<In>::Stored;
   constexpr int kVector = 16 / sizeof(Math<In>);
@@ -220,13 +228,13 @@ __device__ __forceinline__ void store_vector(void* row, int64_t column,
   } packed;
 #pragma unroll
   for (int e = 0; e < kVector; e++) packed.at[e] = Element<In>::narrow(x[e]);
-  Stored* to = static_cast<Stored*>(row) + column;
-  if (left >= kVector && uintptr_t(to) % sizeof(Packed) == 0) {
-    *reinterpret_cast<Packed*>(to) = packed;
+  Stored* first = &element<Stored>(to, b, h, row, 0) + column;  // last stride 1
+  if (left >= kVector && uintptr_t(first) % sizeof(Packed) == 0) {
+    *reinterpret_cast<Packed*>(first) = packed;
   } else {
 #pragma unroll
     for (int e = 0; e < kVector; e++) {
-      if (e < left) to[e] = packed.at[e];
+      if (e < left) first[e] = packed.at[e];
     }
   }
 }

@@ -127,7 +127,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
         });
   }
 
-  const T sink = p.sinks.present ? read_term<In>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
+  const T sink = p.sinks.present ? read_term<In>(p.sinks, 0, h, 0, 0) : -infinity<T>();
 #pragma unroll
   for (int r = 0; r < Z::kRows; r++) {
     const int i = i0 + thread_row() + kThreadRows * r;
@@ -148,13 +148,13 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 #pragma unroll
       for (int e = 0; e < Z::kVector; e++) o[half][r][e] = empty ? T(0) : o[half][r][e] * (rescale / total);
       const int column = column0 + half * Z::kHalf + Z::kVector * thread_column();
-      store_vector<In>(params.output.out.at(b, h, i, 0), column, o[half][r], int(p.dim_v) - column);
+      store_vector<In>(params.output.out, b, h, i, column, o[half][r], int(p.dim_v) - column);
     }
     if (column0 == 0 && thread_column() == 0) {
       const T log_sum = total == T(0) ? T(0) : log(total);
-      *reinterpret_cast<T*>(params.output.lse.at(b, h, i, 0)) = with_sink + log_sum;
-      *reinterpret_cast<T*>(params.output.lse_parts.at(b, h, i, 0)) = with_sink;
-      *reinterpret_cast<T*>(params.output.lse_parts.at(b, h, i, 1)) = log_sum;
+      element<T>(params.output.lse, b, h, i, 0) = with_sink + log_sum;
+      element<T>(params.output.lse_parts, b, h, i, 0) = with_sink;
+      element<T>(params.output.lse_parts, b, h, i, 1) = log_sum;
     }
   }
 }

@@ -14,11 +14,11 @@ __device__ constexpr ScoreSet score_bit(int r, int c) { return ScoreSet(1) << (4
 
 // A number of a bias, mask, slope or sink: of q's dtype, or float32 beside half types.
 template <class In>
-__device__ __forceinline__ Math<In> read_term(const char* at, DType dtype) {
-  if (sizeof(typename Element<In>::Stored) < sizeof(float) && dtype == DType::kFloat32) {
-    return *reinterpret_cast<const float*>(at);
-  }
-  return Element<In>::widen(*reinterpret_cast<const typename Element<In>::Stored*>(at));
+__device__ __forceinline__ Math<In> read_term(const StridedView& term, int b, int h, int i, int j) {
+  using Stored = typename Element<In>::Stored;
+  if (sizeof(Stored) < sizeof(float) && term.dtype == DType::kFloat32)
+    return element<const float>(term, b, h, i, j);
+  return Element<In>::widen(element<const Stored>(term, b, h, i, j));
 }
 
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
@@ -125,14 +125,14 @@ class Scores {
     if (p_.bias.present) add(p_.bias, x, i, j, seen);
     if (p_.float_mask.present) add(p_.float_mask, x, i, j, seen);
     if (p_.alibi_slopes.present) {
-      const T slope = read_term<In>(p_.alibi_slopes.at(b_, h_, 0, 0), p_.alibi_slopes.dtype);
+      const T slope = read_term<In>(p_.alibi_slopes, b_, h_, 0, 0);
 #pragma unroll
       for (int c = 0; c < 4; c++) x[c] -= slope * distance(i, j + kThreadColumns * c);
     }
     if (p_.bool_mask.present) {
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        if (seen[c]) seen[c] = *p_.bool_mask.at(b_, h_, i, j + kThreadColumns * c) != 0;
+        if (seen[c]) seen[c] = element<const uint8_t>(p_.bool_mask, b_, h_, i, j + kThreadColumns * c) != 0;
       }
     }
 #pragma unroll
@@ -157,7 +157,7 @@ class Scores {
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       if (!seen[c]) continue;
-      const T value = read_term<In>(term.at(b_, h_, i, j + kThreadColumns * c), term.dtype);
+      const T value = read_term<In>(term, b_, h_, i, j + kThreadColumns * c);
       seen[c] = value != -infinity<T>();
       x[c] += value;
     }

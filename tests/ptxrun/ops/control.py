@@ -57,6 +57,10 @@ def ret(M, ins):
         def leave(m, pc):
             ix = M.active(m)
             M.status[ix] = EXITED
+            if M.san and M.resident > 1:
+                for slot in np.unique(M.slot[ix]):
+                    if (M.status[M.threads_of(slot)] == EXITED).all():
+                        M.san.finished(slot)
             for t, g in M.state.get("bulk", {}).items():
                 if g.items and M.status[t] == EXITED and t in ix:
                     M.report(
@@ -149,7 +153,10 @@ def trap(M, ins):
 
 
 class Bar:
-    def __init__(self, T):
+    """One phase of a barrier of one block."""
+
+    def __init__(self, T, slot):
+        self.slot = slot  # which of the blocks that run together
         self.arrived = np.zeros(T, bool)  # threads counted in this phase
         self.waiting = np.zeros(T, bool)
         self.count = None
@@ -159,15 +166,22 @@ class Bar:
 
 
 def barriers(M):
+    """{(slot of the block, barrier id): Bar}"""
     return M.state.setdefault("bar", {})
 
 
+def live(M, bar):
+    """How many threads of the barrier's block have not exited."""
+    return int((M.status[M.threads_of(bar.slot)] != EXITED).sum())
+
+
 def expected(M, bar):
-    return bar.count if bar.count is not None else int((M.status != EXITED).sum())
+    return bar.count if bar.count is not None else live(M, bar)
 
 
-def complete(M, bid, bar):
+def complete(M, key, bar):
     """Release the barrier when enough threads arrived."""
+    bid = key[1]
     if int(bar.arrived.sum()) < expected(M, bar):
         return
     w = bar.waiting
@@ -181,18 +195,15 @@ def complete(M, bid, bar):
                     f"{[M.prog.code[p].line for p in pcs]}",
                     pcs[0],
                 )
-    if bar.count is None and (M.status[: M.nthreads] == EXITED).any() and not M.state.get("early_exit"):
+    gone = M.nthreads - live(M, bar)
+    if bar.count is None and gone and not M.state.get("early_exit"):
         M.state["early_exit"] = True
-        M.report(
-            BarrierError,
-            f"barrier {bid} completes although {int((M.status[: M.nthreads] == EXITED).sum())} threads of "
-            "the block exited without reaching it",
-            next(iter(bar.lines)),
-        )
+        message = f"barrier {bid} completes although {gone} threads of the block exited without reaching it"
+        M.report(BarrierError, message, next(iter(bar.lines)))
     san = M.san
     if san:
-        if bar.count is None or int(w.sum()) == int((M.status != EXITED).sum()):
-            san.full_barrier()
+        if bar.count is None or int(w.sum()) == live(M, bar):
+            san.full_barrier(bar.slot)
         else:
             V = san.release(np.flatnonzero(w))
             if bar.V is not None:
@@ -203,13 +214,13 @@ def complete(M, bid, bar):
         for t, _, d, how in bar.red:
             d[t] = {"popc": allp.sum(), "and": allp.all(), "or": allp.any()}[how]
     M.status[w] = RUN
-    del barriers(M)[bid]
+    del barriers(M)[key]
 
 
 def exited(M):
-    for bid, bar in list(barriers(M).items()):
+    for key, bar in list(barriers(M).items()):
         if bar.count is None and bar.arrived.any():
-            complete(M, bid, bar)
+            complete(M, key, bar)
 
 
 @control("bar barrier")
@@ -229,46 +240,49 @@ def bar(M, ins):
     ident = M.src(args[0], "u32")
     count = M.src(args[1], "u32") if len(args) > 1 else None
 
+    def reach(slot, b, t, pc):
+        """Threads t of one block reach its barrier b."""
+        if b > 15:
+            raise BarrierError(f"barrier id {b} out of range")
+        br = barriers(M).get((slot, b))
+        if br is None:
+            br = barriers(M)[slot, b] = Bar(M.T, slot)
+            br.aligned = aligned
+        if count is not None:
+            c = count[t] if np.ndim(count) else np.array([count])
+            if (c != c[0]).any() or (br.count is not None and br.count != int(c[0])):
+                raise BarrierError(f"barrier {b}: conflicting thread counts")
+            br.count = int(c[0])
+            if br.count % 32 or br.count == 0:
+                raise BarrierError(f"barrier {b}: thread count {br.count} is no positive multiple of 32")
+        if br.arrived[t].any():
+            twice = int(t[br.arrived[t]][0])
+            raise BarrierError(f"thread {twice} arrives twice at barrier {b} before it completes")
+        br.arrived[t] = True
+        br.lines.setdefault(pc, np.zeros(M.T, bool))[t] = True
+        arrived = int(br.arrived.sum())
+        if arrived > expected(M, br):
+            raise BarrierError(f"barrier {b}: {arrived} threads arrive, {expected(M, br)} expected")
+        if arrive:
+            if M.san:
+                V = M.san.release(t)
+                br.V = V if br.V is None else np.maximum(br.V, V)
+        else:
+            br.waiting[t] = True
+            M.status[t] = BLOCKED
+        if red:
+            br.red.append((t, pr()[t].copy(), d, how))
+        complete(M, (slot, b), br)
+
     def run(m, pc):
         ix = M.active(m)
         M.pcs[ix] = pc + 1
-        ids = np.unique(ident[ix]) if np.ndim(ident) else [ident]
-        for b in ids:
-            t = ix[ident[ix] == b] if np.ndim(ident) else ix
-            b = int(b)
-            if b > 15:
-                raise BarrierError(f"barrier id {b} out of range")
-            br = barriers(M).get(b)
-            if br is None:
-                br = barriers(M)[b] = Bar(M.T)
-                br.aligned = aligned
-            if count is not None:
-                c = count[t] if np.ndim(count) else np.array([count])
-                if (c != c[0]).any() or (br.count is not None and br.count != int(c[0])):
-                    raise BarrierError(f"barrier {b}: conflicting thread counts")
-                br.count = int(c[0])
-                if br.count % 32 or br.count == 0:
-                    raise BarrierError(f"barrier {b}: thread count {br.count} is no positive multiple of 32")
-            if br.arrived[t].any():
-                raise BarrierError(
-                    f"thread {int(t[br.arrived[t]][0])} arrives twice at barrier {b} before it completes"
-                )
-            br.arrived[t] = True
-            br.lines.setdefault(pc, np.zeros(M.T, bool))[t] = True
-            if int(br.arrived.sum()) > expected(M, br):
-                raise BarrierError(
-                    f"barrier {b}: {int(br.arrived.sum())} threads arrive, {expected(M, br)} expected"
-                )
-            if arrive:
-                if M.san:
-                    V = M.san.release(t)
-                    br.V = V if br.V is None else np.maximum(br.V, V)
-            else:
-                br.waiting[t] = True
-                M.status[t] = BLOCKED
-            if red:
-                br.red.append((t, pr()[t].copy(), d, how))
-            complete(M, b, br)
+        for slot in range(M.resident):
+            own = ix if M.resident == 1 else ix[M.slot[ix] == slot]
+            for b in np.unique(ident[own]) if np.ndim(ident) else [ident]:
+                t = own[ident[own] == b] if np.ndim(ident) else own
+                if len(t):
+                    reach(slot, int(b), t, pc)
         return -1
 
     return run

@@ -7,7 +7,7 @@ from ..instr import Mem, Reg
 from ..memory import ORIGIN, view
 from ..registry import op
 from . import tma
-from .mem import check_shared
+from .mem import block_of, check_shared, physical
 
 
 class Queue:
@@ -90,7 +90,7 @@ def cp(M, ins):
         """Checks a read of so many bytes from each address."""
         k = M.mem.check(s, nbytes, ix, "cp.async read", align=n)
         if M.block_races:
-            M.mem.own_read(k, s, nbytes, M.block_id, ix)
+            M.mem.own_read(k, s, nbytes, block_of(M, ix), M.threads(ix))
 
     def partial(s, sizes, ix):
         """Sources of various sizes, the rest of each zero."""
@@ -112,6 +112,7 @@ def cp(M, ins):
         ix = M.active(m)
         d, s = da(None if full else ix), sa(None if full else ix)
         check_shared(M, d, n, ix, "cp.async write")
+        d = physical(M, d, ix)
         sizes = np.broadcast_to(np.where(pred(), 0, n) if pred else size, M.T)[ix]
         if (sizes == n).all():
             read(s, n, ix)

@@ -19,6 +19,16 @@ def space_of(ins):
     return "generic"
 
 
+def physical(M, a, ix):
+    """Shared addresses in the memory of the blocks that run together."""
+    return a if M.base.resident == 1 else a + M.base.region[M.threads(ix)]
+
+
+def block_of(M, ix):
+    """The block of each lane."""
+    return M.base.block_ids[M.threads(ix)]
+
+
 def check_shared(M, a, nbytes, ix, what, align=None):
     """Bounds and alignment of shared addresses a (int64, of threads ix)."""
     if int(np.bitwise_or.reduce(a)) & ((align or nbytes) - 1):
@@ -51,10 +61,11 @@ class Access:
         if space == "global":
             k = M.mem.check(a, n, ix, "read")
             if M.block_races and not self.atomic:
-                M.mem.own_read(k, a, n, M.block_id, ix)
+                M.mem.own_read(k, a, n, block_of(M, ix), M.threads(ix))
             return self.g[(a - ORIGIN) // n]
         if space == "shared":
             check_shared(M, a, n, ix, "read")
+            a = physical(M, a, ix)
             if M.san:
                 M.san.read(ix, a, n, self.pc, self.atomic)
             return self.sh[a // n]
@@ -65,10 +76,11 @@ class Access:
         if space == "global":
             k = M.mem.check(a, n, ix, "write", write=True)
             if M.block_races and not self.atomic:
-                M.mem.own(k, a, n, M.block_id, ix)
+                M.mem.own(k, a, n, block_of(M, ix), M.threads(ix))
             self.g[(a - ORIGIN) // n] = v
         elif space == "shared":
             check_shared(M, a, n, ix, "write")
+            a = physical(M, a, ix)
             if M.san:
                 M.san.write(ix, a, n, self.pc, self.atomic)
             k = a // n

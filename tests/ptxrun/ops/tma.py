@@ -195,7 +195,7 @@ def store(M, ins, tensor, red):
             data = combine(red, t)(g[i].view(dt), data.view(dt)).astype(dt)
             data = np.ascontiguousarray(data).view(f"u{esz}")
         elif M.block_races:
-            M.mem.own(k, addr, esz, M.block_id, tids)
+            M.mem.own(k, addr, esz, M.block_ids[0], tids)
         g[i] = data
 
     def run(m):

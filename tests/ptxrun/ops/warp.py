@@ -5,7 +5,7 @@ import numpy as np
 from ..errors import BarrierError, Unsupported
 from ..instr import SINK, Pair, Vec
 from ..registry import EXITED, Park, batched, op
-from .mem import check_shared
+from .mem import check_shared, physical
 
 BIT = np.uint32(1) << np.arange(32, dtype=np.uint32)
 FULL = np.uint32(0xFFFFFFFF)
@@ -254,6 +254,7 @@ def ldmatrix(M, ins):
         ix = (lanes if ws is None else lanes[ws]).ravel()
         a = addr(ix) & 0xFFFFFFFFFFFFFFF
         check_shared(M, a, 16, ix, ins.op)
+        a = physical(M, a, ix)
         if load:
             if M.san:
                 M.san.read(ix, a, 16, ins.pc)

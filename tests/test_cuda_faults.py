@@ -3,10 +3,6 @@ ptxrun.
 
 The CPU's tests of the same faults are in test_faults_*.py; here are those that a kernel can show, in sizes
 that an interpreter of PTX runs in about a second. References are issues in which users met the fault.
-
-
-them launch_plan plans. Small problems have fewer tiles of queries than any GPU has multiprocessors,
-so without it the decode kernels take them all. A GPU ignores it.
 """
 
 import math
