@@ -9,9 +9,10 @@ import math
 
 import pytest
 import torch
-from attn_ext import merge_attention
 from cuda_kernels import DEVICES, attention_on, dropout_factors, generator
 from oracle import check, oracle, pairs, qkv, randn
+
+from attn_ext import merge_attention
 
 INF, NAN, FAR = math.inf, math.nan, 2**31
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
