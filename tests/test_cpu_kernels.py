@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import check, qkv
 from other_python import run_python
 
 import attn_ext
@@ -33,7 +34,7 @@ def run(threads, q, k, v, bias, **options):
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("batch", "heads_kv"), [(1, 1), (1, 3), (2, 4)])
 def test_results_do_not_depend_on_the_number_of_threads(dtype, batch, heads_kv):
     """Few KV heads take another route through the backward than many; the bits must be the same on both."""
@@ -79,6 +80,86 @@ def test_the_other_instruction_sets(isa):
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_attention.py")]
     done = run_python(*tests, ATTN_EXT_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "softcap": 5.0}, {"window": (40, 3), "scale": -0.3}]
+)
+@pytest.mark.parametrize(
+    ("len_q", "len_k", "dim", "dim_v"),
+    [(5, 31, 1, 3), (33, 257, 64, 40), (225, 129, 33, 65), (385, 513, 16, 128)],
+)
+def test_half_types_around_the_edges_of_tiles(dtype, options, len_q, len_k, dim, dim_v):
+    """One more than a tile, a strip or a block: padding that is not 0 would show."""
+    check(*qkv(1, 2, len_q, len_k, dim, dim_v, heads_kv=1, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_subnormal_half_numbers(dtype):
+    """AMX reads bfloat16's subnormals as 0. float16's are split into normal numbers and stay exact."""
+    q, k, v = qkv(1, 1, 40, 50, 16, dtype=dtype)
+    tiny = torch.finfo(dtype).smallest_normal
+    check(q, k, (v.double() * tiny / 8).to(dtype))
+    check((q.double() * tiny / 8).to(dtype), k, v)
+    if dtype == torch.float16:  # as logits of normal size
+        check((q.double() * tiny / 8).to(dtype), k, v, scale=2e4)
+        out = attn_ext.attention(q, k, (v.double() * tiny / 8).to(dtype))
+        assert out.abs().max() > 0
+
+
+@pytest.mark.parametrize("large", [1e36, 2.0**32])
+def test_subnormal_bfloat16_with_a_huge_factor(large):
+    """Read as 0, the subnormal would lose the logit or the gradient."""
+    q, k, v = qkv(1, 1, 40, 50, 16, dtype=torch.bfloat16)
+    small = 0.1 / large if large > 1e30 else 1e-39
+    check((q.double() * small).bfloat16(), (k.double() * large).bfloat16(), v)
+    check((q.double() * large).bfloat16(), (k.double() * small).bfloat16(), v)
+
+
+def test_scale_that_lifts_a_subnormal():
+    q, k, v = qkv(1, 1, 40, 50, 16, dtype=torch.bfloat16)
+    check((q.double() * 1e-39).bfloat16(), k, v, scale=1e38)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("argument", range(3))
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_one_non_finite_half_number_in_a_long_problem(dtype, argument, value):
+    """In products of two parts infinity must not meet a part that is 0: that would be NaN."""
+    tensors = qkv(1, 1, 70, 300, 16, dtype=dtype)
+    tensors[argument][0, 0, 37, 5] = value
+    got, want = (
+        f(*(t.clone() for t in tensors), causal=True)
+        for f in (attn_ext.attention, lambda q, k, v, causal: reference(q, k, v, causal))
+    )
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.isinf(), want.isinf())
+    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02, equal_nan=True)
+
+
+def reference(q, k, v, causal):
+    return attn_ext.reference.attention(*(t.double() for t in (q, k, v)), causal=causal)[0]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_non_finite_key_that_is_hidden_leaves_gradients_alone(dtype):
+    q, k, v = qkv(1, 1, 300, 300, 32, dtype=dtype)
+    mask = torch.ones(300, dtype=torch.bool)
+    mask[131] = False
+
+    def gradients(k):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = attn_ext.attention(*inputs, mask=mask)
+        return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+    bad = k.clone()
+    bad[:, :, 131, 3:6] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    for a, b in zip(gradients(bad), gradients(k), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_unknown_instruction_set_is_refused():

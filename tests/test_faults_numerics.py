@@ -354,4 +354,6 @@ def test_sdpa_agrees_with_torch_on_masked_rows(dtype):
     mask = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[0, :, 2] = False
     expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask).to(dtype)
-    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, attn_mask=mask), expected)
+    # Kernels may round a probability of half type once more.
+    tolerance = {"rtol": 0, "atol": torch.finfo(dtype).eps} if dtype in HALF else {}
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, attn_mask=mask), expected, **tolerance)

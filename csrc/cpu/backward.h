@@ -8,13 +8,17 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-template <class T>
+template <class T, class Products>
 class Backward {
+  using Tile = GradTile<T, Products>;
+  static constexpr int64_t kRowsOfUnit = 192;  // of a unit that makes dQ: see ForwardProducts
+  static_assert(kRowsOfUnit % Products::kRows == 0, "both routes have the same tiles");
+
  public:
   Backward(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* alibi_parts)
-      : p_(p), io_(io), state_(state), alibi_parts_(alibi_parts), key_blocks_(ceil_div(p.len_k, kGradKeys)),
-        want_q_(io.grad_q.present), want_k_(io.grad_k.present), want_v_(io.grad_v.present),
-        want_alibi_(io.grad_alibi_slopes.present) {
+      : p_(p), io_(io), state_(state), alibi_parts_(alibi_parts),
+        key_blocks_(ceil_div(p.len_k, Products::kKeys)), want_q_(io.grad_q.present),
+        want_k_(io.grad_k.present), want_v_(io.grad_v.present), want_alibi_(io.grad_alibi_slopes.present) {
     add_bias(io.grad_bias, io.bias_size);
     add_bias(io.grad_float_mask, io.float_mask_size);
   }
@@ -41,7 +45,7 @@ class Backward {
     if (want_keys) {
       // First key blocks first: under a causal mask they are the longest.
       for_each_unit(threads, key_blocks_ * kv_heads, products, [&](int64_t unit) {
-        GradTile<T> tile(p_, io_, state_);
+        Tile tile(p_, io_, state_);
         const int64_t head = unit % kv_heads;
         for (int64_t s = 0; s < samples; s++) {
           key_block(tile, head / p_.heads_kv + s, head % p_.heads_kv, unit / kv_heads, nullptr, 0, 0);
@@ -49,10 +53,10 @@ class Backward {
       });
     }
     if (want_q_) {
-      const int64_t heads = p_.batch * p_.heads_q, tiles = ceil_div(p_.len_q, kUnitRows);
+      const int64_t heads = p_.batch * p_.heads_q, tiles = ceil_div(p_.len_q, kRowsOfUnit);
       for_each_unit(threads, tiles * heads, products, [&](int64_t unit) {
-        const int64_t i0 = (tiles - 1 - unit / heads) * kUnitRows, head = unit % heads;
-        query_rows(head / p_.heads_q, head % p_.heads_q, i0, min(kUnitRows, p_.len_q - i0));
+        const int64_t i0 = (tiles - 1 - unit / heads) * kRowsOfUnit, head = unit % heads;
+        query_rows(head / p_.heads_q, head % p_.heads_q, i0, min(kRowsOfUnit, p_.len_q - i0));
       });
     }
   }
@@ -61,15 +65,16 @@ class Backward {
   // All gradients of KV head h_kv and its group of query heads. dQ adds up in place where the gradient tensor is made
   // of T and its rows hold whole vectors, else in scratch (G, Nq, ld).
   void whole_head(int64_t b, int64_t h_kv) {
-    GradTile<T> tile(p_, io_, state_);
-    const int64_t group = p_.group();
-    const bool in_place = size_of(io_.grad_q.dtype) == int64_t(sizeof(T)) && tile.ld_q == p_.dim_qk;
+    Tile tile(p_, io_, state_);
+    const int64_t group = p_.group(), ld_q = tile.products.ld_q;
+    const bool in_place = size_of(io_.grad_q.dtype) == int64_t(sizeof(T)) && ld_q == p_.dim_qk;
+    const int64_t padded_rows = round_up(p_.len_q, Products::kRows);
     T* grad_q = in_place ? reinterpret_cast<T*>(io_.grad_q.at(b, h_kv * group, 0, 0))
-                         : scratch<T>(kGradQuery, group * p_.len_q * tile.ld_q);
-    const int64_t head_stride = in_place ? io_.grad_q.stride[1] : p_.len_q * tile.ld_q;
-    const int64_t ld = in_place ? io_.grad_q.stride[2] : tile.ld_q;
+                         : scratch<T>(kGradQuery, group * padded_rows * ld_q);
+    const int64_t head_stride = in_place ? io_.grad_q.stride[1] : padded_rows * ld_q;
+    const int64_t ld = in_place ? io_.grad_q.stride[2] : ld_q;
     for (int64_t g = 0; g < group; g++) {
-      for (int64_t i = 0; i < p_.len_q; i++) clear(grad_q + g * head_stride + i * ld, tile.ld_q);
+      for (int64_t i = 0; i < p_.len_q; i++) clear(grad_q + g * head_stride + i * ld, ld_q);
     }
     for (int64_t block = 0; block < key_blocks_; block++)
       key_block(tile, b, h_kv, block, grad_q, head_stride, ld);
@@ -80,66 +85,65 @@ class Backward {
   }
 
   // dK, dV, dBias and ALiBi's share of one key block; adds to dQ when `grad_q` is given.
-  void key_block(GradTile<T>& tile, int64_t b, int64_t h_kv, int64_t block, T* grad_q, int64_t head_stride,
+  void key_block(Tile& tile, int64_t b, int64_t h_kv, int64_t block, T* grad_q, int64_t head_stride,
                  int64_t ld) {
-    const int64_t j0 = block * kGradKeys, keys = min(kGradKeys, p_.len_k - j0);
+    const int64_t j0 = block * Products::kKeys, keys = min(Products::kKeys, p_.len_k - j0);
     const int64_t n = max(0, min(keys, p_.valid_keys(b) - j0)), group = p_.group();
-    T *grad_k = scratch<T>(kGradKey, kGradKeys * tile.ld_q),
-      *grad_v = scratch<T>(kGradValue, kGradKeys * tile.ld_v);
-    clear(grad_k, keys * tile.ld_q);
-    clear(grad_v, keys * tile.ld_v);
+    Products& products = tile.products;
+    const int64_t size_k = Products::kKeys * products.ld_q, size_v = Products::kKeys * products.ld_v;
+    T *grad_k = scratch<T>(kGradKey, size_k), *grad_v = scratch<T>(kGradValue, size_v);
+    clear(grad_k, size_k);
+    clear(grad_v, size_v);
     if (n > 0) tile.set_keys(b, h_kv, j0, n, grad_q != nullptr);
     for (int64_t g = 0; g < group; g++) {
       const int64_t h = h_kv * group + g;
       const Scores<T> scores(p_, b, h);
       clear_bias(b, h, j0, keys);
       double alibi = 0;
-      for (int64_t i0 = 0; n > 0 && i0 < scores.valid_queries(); i0 += kGradRows) {
-        const int64_t rows = min(kGradRows, scores.valid_queries() - i0);
+      for (int64_t i0 = 0; n > 0 && i0 < scores.valid_queries(); i0 += Products::kRows) {
+        const int64_t rows = min(Products::kRows, scores.valid_queries() - i0);
         if (!meets(scores, i0, rows, j0, n)) continue;
         tile.set_queries(b, h, i0, rows, true);
-        tile.compute(scores);
-        if (want_alibi_) alibi -= weighted_distance(tile);
-        add_to_bias(tile, b, h);
-        if (want_v_)
-          matmul<T, true>(n, p_.dim_v, rows, tile.prob, kGradKeys, tile.grad_out_panels, true, grad_v,
-                          tile.ld_v);
-        tile.pass_cap();
-        if (want_k_)
-          matmul<T, true>(n, p_.dim_qk, rows, tile.grad, kGradKeys, tile.q_panels, true, grad_k, tile.ld_q);
-        if (grad_q != nullptr) {
-          matmul<T, false>(rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true,
-                           grad_q + g * head_stride + i0 * ld, ld);
-        }
+        tile.compute(scores, [&](const Strip& strip) {
+          if (want_alibi_) alibi -= weighted_distance(tile, strip);
+          add_to_bias(tile, b, h, strip);
+        });
+        if (want_v_) products.add_grad_v(grad_v);
+        if (want_k_) products.add_grad_k(grad_k);
+        if (grad_q != nullptr) products.add_grad_q(grad_q + g * head_stride + i0 * ld, ld);
       }
       if (want_alibi_) alibi_parts_[(b * p_.heads_q + h) * key_blocks_ + block] = alibi;
     }
-    if (want_k_) write_scaled(io_.grad_k, b, h_kv, j0, keys, p_.dim_qk, grad_k, tile.ld_q, T(p_.scale));
-    if (want_v_) write_scaled(io_.grad_v, b, h_kv, j0, keys, p_.dim_v, grad_v, tile.ld_v, T(1));
+    if (want_k_)
+      write_scaled(io_.grad_k, b, h_kv, j0, keys, p_.dim_qk, products.key_rows(grad_k, products.ld_q),
+                   products.ld_q, T(p_.scale));
+    if (want_v_)
+      write_scaled(io_.grad_v, b, h_kv, j0, keys, p_.dim_v, products.key_rows(grad_v, products.ld_v),
+                   products.ld_v, T(1));
   }
 
   // dQ of rows i0 .. i0+rows of head h.
   void query_rows(int64_t b, int64_t h, int64_t i0, int64_t rows) {
-    GradTile<T> tile(p_, io_, state_);
+    Tile tile(p_, io_, state_);
     const Scores<T> scores(p_, b, h);
-    T* grad_q = scratch<T>(kGradQuery, kUnitRows * tile.ld_q);
-    clear(grad_q, rows * tile.ld_q);
+    const int64_t ld = tile.products.ld_q;
+    T* grad_q = scratch<T>(kGradQuery, kRowsOfUnit * ld);
+    clear(grad_q, rows * ld);
     const int64_t valid = max(0, min(rows, scores.valid_queries() - i0)), keys = p_.valid_keys(b);
     const KeyRange range = scores.visible(i0, valid);
-    for (int64_t j0 = range.begin / kGradKeys * kGradKeys; j0 < range.end; j0 += kGradKeys) {
-      const int64_t n = min(kGradKeys, keys - j0);
+    for (int64_t j0 = range.begin / Products::kKeys * Products::kKeys; j0 < range.end;
+         j0 += Products::kKeys) {
+      const int64_t n = min(Products::kKeys, keys - j0);
       tile.set_keys(b, h / p_.group(), j0, n, true);
-      for (int64_t r0 = 0; r0 < valid; r0 += kGradRows) {
-        const int64_t tile_rows = min(kGradRows, valid - r0);
+      for (int64_t r0 = 0; r0 < valid; r0 += Products::kRows) {
+        const int64_t tile_rows = min(Products::kRows, valid - r0);
         if (!meets(scores, i0 + r0, tile_rows, j0, n)) continue;
         tile.set_queries(b, h, i0 + r0, tile_rows, false);
-        tile.compute(scores);
-        tile.pass_cap();
-        matmul<T, false>(tile_rows, p_.dim_qk, n, tile.grad, kGradKeys, tile.key_panels, true,
-                         grad_q + r0 * tile.ld_q, tile.ld_q);
+        tile.compute(scores, [](const Strip&) {});
+        tile.products.add_grad_q(grad_q + r0 * ld, ld);
       }
     }
-    write_scaled(io_.grad_q, b, h, i0, rows, p_.dim_qk, grad_q, tile.ld_q, T(p_.scale));
+    write_scaled(io_.grad_q, b, h, i0, rows, p_.dim_qk, grad_q, ld, T(p_.scale));
   }
 
   void add_bias(const StridedView& grad, const int64_t (&size)[4]) {
@@ -156,12 +160,12 @@ class Backward {
     }
   }
 
-  void add_to_bias(const GradTile<T>& tile, int64_t b, int64_t h) const {
+  void add_to_bias(const Tile& tile, int64_t b, int64_t h, const Strip& s) const {
     for (int t = 0; t < biases_; t++) {
-      for (int64_t r = 0; r < tile.rows; r++) {
-        T* target = reinterpret_cast<T*>(bias_[t]->at(b, h, tile.i0 + r, tile.j0));
-        const T* grad = tile.grad + r * kGradKeys;
-        for (int64_t j = 0; j < tile.n; j++) target[j] += grad[j];
+      for (int64_t r = 0; r < s.rows; r++) {
+        T* target = reinterpret_cast<T*>(bias_[t]->at(b, h, tile.i0 + s.row + r, tile.j0 + s.key));
+        const T* grad = tile.grad + r * Products::kStripKeys;
+        for (int64_t j = 0; j < s.keys; j++) target[j] += grad[j];
       }
     }
   }
@@ -172,12 +176,12 @@ class Backward {
   }
 
   // sum dS * |i + Nk - Nq - j|, in double: it adds up over the whole matrix.
-  double weighted_distance(const GradTile<T>& tile) const {
+  double weighted_distance(const Tile& tile, const Strip& s) const {
     double sum = 0;
-    for (int64_t r = 0; r < tile.rows; r++) {
-      const T* row = tile.grad + r * kGradKeys;
-      const int64_t center = tile.i0 + r + p_.len_k - p_.len_q - tile.j0;
-      for (int64_t j = 0; j < tile.n; j++) sum += double(row[j]) * double(Scores<T>::distance(center - j));
+    for (int64_t r = 0; r < s.rows; r++) {
+      const T* row = tile.grad + r * Products::kStripKeys;
+      const int64_t center = tile.i0 + s.row + r + p_.len_k - p_.len_q - tile.j0 - s.key;
+      for (int64_t j = 0; j < s.keys; j++) sum += double(row[j]) * double(Scores<T>::distance(center - j));
     }
     return sum;
   }
@@ -241,6 +245,7 @@ void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState
       state.max[row] = empty ? infinity<T>() : parts[0];
       state.log_sum[row] = parts[1];
       state.delta[row] = delta;
+      if (delta - delta != T(0)) __atomic_store_n(state.in_range, false, __ATOMIC_RELAXED);
       if (sink != -infinity<T>()) {
         sink_grad -= double(exp<T>(splat<T>(sink - parts[0] - parts[1]))[0]) * double(delta);
       }
@@ -249,21 +254,24 @@ void prepare_rows(const AttentionParams& p, const BackwardIO& io, const RowState
   });
 }
 
-template <class T>
-void backward(const AttentionParams& p, const BackwardIO& io, const Threads& threads) {
-  const int64_t heads = p.batch * p.heads_q, key_blocks = ceil_div(p.len_k, kGradKeys);
+// False if some number is out of the products' range: the results are then worth nothing.
+template <class T, class Products>
+bool backward(const AttentionParams& p, const BackwardIO& io, const Threads& threads) {
+  const int64_t heads = p.batch * p.heads_q, key_blocks = ceil_div(p.len_k, Products::kKeys);
   double* sink_parts = static_cast<double*>(io.workspace);
   double* alibi_parts = sink_parts + heads;
   T* rows = reinterpret_cast<T*>(alibi_parts + heads * key_blocks);
-  const RowState<T> state{rows, rows + heads * p.len_q, rows + 2 * heads * p.len_q};
+  bool in_range = true;
+  const RowState<T> state{rows, rows + heads * p.len_q, rows + 2 * heads * p.len_q, &in_range};
 
   prepare_rows<T>(p, io, state, sink_parts, threads);
-  Backward<T>(p, io, state, alibi_parts).run(threads);
-  if (io.grad_bias.present && !Backward<T>::takes_tiles(p, io.bias_size)) {
-    bias_backward<T>(p, io, state, io.grad_bias, io.bias_size, threads);
+  using AllTiles = Backward<T, Products>;
+  AllTiles(p, io, state, alibi_parts).run(threads);
+  if (io.grad_bias.present && !AllTiles::takes_tiles(p, io.bias_size)) {
+    bias_backward<T, Products>(p, io, state, io.grad_bias, io.bias_size, threads);
   }
-  if (io.grad_float_mask.present && !Backward<T>::takes_tiles(p, io.float_mask_size)) {
-    bias_backward<T>(p, io, state, io.grad_float_mask, io.float_mask_size, threads);
+  if (io.grad_float_mask.present && !AllTiles::takes_tiles(p, io.float_mask_size)) {
+    bias_backward<T, Products>(p, io, state, io.grad_float_mask, io.float_mask_size, threads);
   }
 
   if (io.grad_sinks.present) {
@@ -287,6 +295,7 @@ void backward(const AttentionParams& p, const BackwardIO& io, const Threads& thr
       }
     }
   }
+  return in_range;
 }
 
 }  // namespace ATTN_ISA

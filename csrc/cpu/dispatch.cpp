@@ -10,6 +10,7 @@ namespace attn_ext {
 extern const CpuKernels kDefaultKernels;
 #if defined(__x86_64__)
 extern const CpuKernels kAvx2Kernels, kAvx512Kernels;
+const CpuKernels* amx_kernels();  // null where CPU, system or compiler has no tiles; expects AVX-512
 #endif
 
 namespace {
@@ -22,6 +23,7 @@ std::vector<const CpuKernels*> runnable() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (const CpuKernels* amx = amx_kernels()) found.push_back(amx);
     found.push_back(&kAvx512Kernels);
   }
   if (avx2) found.push_back(&kAvx2Kernels);  // every CPU with AVX2 and FMA also has F16C
@@ -45,7 +47,7 @@ const CpuKernels* choose() {
 
 // Above this size a slot is given back after the call, so that one long sequence does not hold memory forever.
 constexpr size_t kKeepBytes = size_t{4} << 20;
-constexpr int kSlots = 16;
+constexpr int kSlots = 19;
 
 struct Scratch {
   void* data[kSlots] = {};

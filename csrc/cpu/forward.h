@@ -7,43 +7,34 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-template <class T>
+template <class T, class Products>
 class ForwardUnit {
  public:
   ForwardUnit(const AttentionParams& p, const ForwardOutput& o, int64_t b, int64_t h, int64_t i0,
-              int64_t rows)
-      : p_(p), o_(o), b_(b), h_(h), i0_(i0), rows_(rows), few_(p.len_q <= kFewQueries), scores_(p, b, h),
-        ld_q_(padded<T>(p.dim_qk)), ld_o_(padded<T>(p.dim_v)) {}
+              int64_t rows, bool* in_range)
+      : p_(p), o_(o), b_(b), h_(h), i0_(i0), rows_(rows), scores_(p, b, h), products_(p, rows, in_range),
+        ld_o_(products_.ld_out) {}
 
   void run() {
     const int64_t h_kv = h_ / p_.group();
-    q_ = scratch<T>(kQuery, rows_ * ld_q_);
-    out_ = scratch<T>(kOutput, rows_ * ld_o_);
+    out_ = scratch<T>(kOutput, round_up(rows_, Products::kStripRows) * ld_o_);
     max_ = scratch<T>(kState, 2 * rows_);
     sum_ = max_ + rows_;
-    score_ = scratch<T>(kScore, kTileRows * kBlockKeys);
-    T* key = few_ ? nullptr : scratch<T>(kKey, kBlockKeys * p_.dim_qk);
-    T* value = few_ ? nullptr : scratch<T>(kValue, kBlockKeys * ld_o_);
-    T* strip = scratch<T>(kStrip, kLanes<T> * ld_q_);
+    score_ = scratch<T>(kScore, Products::kStripRows * kBlockKeys);
 
     const int64_t valid =
         max(0, min(rows_, scores_.valid_queries() - i0_));  // rows past query_lengths are not read
-    pack_rows<T>(p_.q, b_, h_, i0_, valid, p_.dim_qk, T(p_.scale), q_, ld_q_);
+    products_.set_queries(b_, h_, i0_, valid);
     start();
     const KeyRange range = scores_.visible(i0_, valid);
     for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
       const int64_t n = min(kBlockKeys, range.end - j0);
-      if (few_) {
-        if (valid > 0) attend(0, valid, j0, n, nullptr, nullptr);
-        continue;
-      }
-      pack_transposed<T>(p_.k, b_, h_kv, j0, n, p_.dim_qk, strip, key);
-      pack_panels<T>(p_.v, b_, h_kv, j0, n, p_.dim_v, false, value);
-      for (int64_t r0 = 0; r0 < valid; r0 += kTileRows) {
-        const int64_t rows = min(kTileRows, valid - r0);
+      products_.set_keys(b_, h_kv, j0, n);
+      for (int64_t r0 = 0; r0 < valid; r0 += Products::kStripRows) {
+        const int64_t rows = min(Products::kStripRows, valid - r0);
         const KeyRange tile = scores_.visible(i0_ + r0, rows);
         if (tile.end <= j0 || tile.begin >= j0 + n) continue;
-        attend(r0, rows, j0, n, key, value);
+        attend(r0, rows, j0, products_.keys_until(tile.end));
       }
     }
     finish();
@@ -61,24 +52,15 @@ class ForwardUnit {
     for (int64_t x = 0; x < rows_ * ld_o_; x++) out_[x] = T(0);
   }
 
-  // Rows r0 .. r0+rows of the unit meet keys j0 .. j0+n; key and value are their packed tiles, unused for few queries.
-  void attend(int64_t r0, int64_t rows, int64_t j0, int64_t n, const T* key, const T* value) {
-    const int64_t h_kv = h_ / p_.group();
-    if (few_) {
-      FewQueries<T>::scores(p_.k, b_, h_kv, j0, n, p_.dim_qk, q_, ld_q_, rows, score_, kBlockKeys);
-    } else {
-      matmul<T, false>(rows, n, p_.dim_qk, q_ + r0 * ld_q_, ld_q_, key, false, score_, kBlockKeys);
-    }
+  // Rows r0 .. r0+rows of the unit meet keys j0 .. j0+n.
+  void attend(int64_t r0, int64_t rows, int64_t j0, int64_t n) {
+    products_.scores(r0, rows, n, score_);
     scores_.finish(score_, kBlockKeys, i0_ + r0, rows, j0, n, nullptr);
     for (int64_t r = 0; r < rows; r++) {
       softmax_row(score_ + r * kBlockKeys, padded<T>(n), r0 + r);
       if (p_.dropout.threshold != 0) drop_row(score_ + r * kBlockKeys, i0_ + r0 + r, j0, n);
     }
-    if (few_) {
-      FewQueries<T>::values(p_.v, b_, h_kv, j0, n, p_.dim_v, score_, kBlockKeys, rows, out_, ld_o_);
-    } else {
-      matmul<T, false>(rows, p_.dim_v, n, score_, kBlockKeys, value, true, out_ + r0 * ld_o_, ld_o_);
-    }
+    products_.add_values(rows, n, score_, out_ + r0 * ld_o_);
   }
 
   void softmax_row(T* s, int64_t n, int64_t r) {
@@ -127,20 +109,26 @@ class ForwardUnit {
   const AttentionParams& p_;
   const ForwardOutput& o_;
   const int64_t b_, h_, i0_, rows_;
-  const bool few_;
   const Scores<T> scores_;
-  const int64_t ld_q_, ld_o_;
-  T *q_ = nullptr, *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr, *score_ = nullptr;
+  Products products_;
+  const int64_t ld_o_;
+  T *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr, *score_ = nullptr;
 };
 
-template <class T>
-void forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
-  const int64_t rows = unit_rows(p), tiles = ceil_div(p.len_q, rows), heads = p.batch * p.heads_q;
+// False if some number is out of the products' range: the results are then worth nothing.
+template <class T, class Products>
+bool forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
+  bool in_range = true;
+  const int64_t rows = unit_rows(p, Products::kUnitRows, Products::kUnits);
+  const int64_t tiles = ceil_div(p.len_q, rows), heads = p.batch * p.heads_q;
   for_each_unit(threads, tiles * heads, score_products(p), [&](int64_t unit) {
-    // Last query tiles first: under a causal mask they are the longest, and the short ones fill the gaps.
-    const int64_t tile = tiles - 1 - unit / heads, bh = unit % heads, i0 = tile * rows;
-    ForwardUnit<T>(p, o, bh / p.heads_q, bh % p.heads_q, i0, min(rows, p.len_q - i0)).run();
+    // Head after head, whose keys then stay in the cache. Last query tiles first: under a causal mask they are the
+    // longest, and the short ones fill the gaps.
+    const int64_t tile = tiles - 1 - unit % tiles, bh = unit / tiles, i0 = tile * rows;
+    ForwardUnit<T, Products>(p, o, bh / p.heads_q, bh % p.heads_q, i0, min(rows, p.len_q - i0), &in_range)
+        .run();
   });
+  return in_range;
 }
 
 }  // namespace ATTN_ISA

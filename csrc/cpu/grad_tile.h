@@ -8,46 +8,30 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-// Smaller key blocks than the forward: three packed copies of the keys and values, two score tiles and two gradient
-// blocks share the L2 cache here (350 KiB at D 64 in float).
-constexpr int64_t kGradRows = 96;
-constexpr int64_t kGradKeys = 128;
-static_assert(kGradKeys <= kBlockKeys, "row buffers are sized by kBlockKeys");
-
 // Per query row, for all heads: the two parts of the LSE (the maximum of an empty row is +inf here, so that P is 0)
 // and delta.
 template <class T>
 struct RowState {
   T *max, *log_sum, *delta;  // (B, Hq, Nq)
+  bool* in_range;  // becomes false where the products cannot do with some number, see amx_products.h
 };
 
-template <class T>
+template <class T, class Products>
 class GradTile {
  public:
   GradTile(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state)
-      : p_(p), io_(io), state_(state), few_(p.len_q <= kFewQueries), ld_q(padded<T>(p.dim_qk)),
-        ld_v(padded<T>(p.dim_v)) {
-    const int64_t score_size = kGradRows * kGradKeys;
+      : products(p, io, state.in_range), p_(p), state_(state) {
+    static_assert(Products::kStripKeys <= kBlockKeys, "row buffers are sized by kBlockKeys");
+    constexpr int64_t score_size = Products::kStripRows * Products::kStripKeys;
     prob = scratch<T>(kScore, score_size);
     grad = scratch<T>(kGradScore, score_size);
     if (has_cap<T>(p)) cap_slope_ = scratch<T>(kCapSlope, score_size);
-    q_rows_ = scratch<T>(kQuery, kGradRows * ld_q);
-    q_panels = scratch<T>(kQueryPanel, kGradRows * ld_q);
-    grad_out_rows_ = scratch<T>(kGradOut, kGradRows * ld_v);
-    grad_out_panels = scratch<T>(kGradOutPanel, kGradRows * ld_v);
-    key_transposed_ = scratch<T>(kKey, kGradKeys * p.dim_qk);
-    key_panels = scratch<T>(kKeyPanel, kGradKeys * ld_q);
-    value_transposed_ = scratch<T>(kValue, kGradKeys * p.dim_v);
-    strip_ = scratch<T>(kStrip, kLanes<T> * max(ld_q, ld_v));
   }
 
   void set_keys(int64_t b, int64_t h_kv, int64_t j0_, int64_t n_, bool want_grad_q) {
     j0 = j0_;
     n = n_;
-    h_kv_ = h_kv;
-    if (!few_) pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, strip_, key_transposed_);
-    pack_transposed<T>(p_.v, b, h_kv, j0, n, p_.dim_v, strip_, value_transposed_);
-    if (want_grad_q) pack_panels<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, true, key_panels);
+    products.set_keys(b, h_kv, j0, n, want_grad_q);
   }
 
   void set_queries(int64_t b, int64_t h, int64_t i0_, int64_t rows_, bool want_grad_kv) {
@@ -59,49 +43,66 @@ class GradTile {
     max_ = state_.max + first;
     log_sum_ = state_.log_sum + first;
     delta_ = state_.delta + first;
-    pack_rows<T>(p_.q, b, h, i0, rows, p_.dim_qk, T(p_.scale), q_rows_, ld_q);
-    pack_rows<T>(io_.grad_out, b, h, i0, rows, p_.dim_v, T(1), grad_out_rows_, ld_v);
-    has_panels_ = want_grad_kv;
-    if (want_grad_kv) {
-      pack_panels<T>(p_.q, b, h, i0, rows, p_.dim_qk, true, q_panels);
-      pack_panels<T>(io_.grad_out, b, h, i0, rows, p_.dim_v, false, grad_out_panels);
+    want_grad_kv_ = want_grad_kv;
+    products.set_queries(b, h, i0, rows, want_grad_kv);
+  }
+
+  // Hands P and dS to the products, in strips of the size these like. use(strip) is called when `prob` has factor * P
+  // and `grad` has dS, the gradient of the logits, of that strip.
+  template <class Use>
+  void compute(const Scores<T>& scores, const Use& use) {
+    for (int64_t r = 0; r < rows; r++) prob_sum_[r] = T(0);
+    for (int64_t r0 = 0; r0 < rows; r0 += Products::kStripRows) {
+      const KeyRange range = scores.visible(i0 + r0, min(Products::kStripRows, rows - r0));
+      for (int64_t c0 = 0; c0 < n; c0 += Products::kStripKeys) {
+        const Strip strip = {r0, min(Products::kStripRows, rows - r0), c0, min(Products::kStripKeys, n - c0)};
+        if (range.begin >= j0 + c0 + strip.keys || range.end <= j0 + c0) {
+          for (int64_t x = 0; x < Products::kStripRows * Products::kStripKeys; x++) prob[x] = grad[x] = T(0);
+        } else {
+          compute_strip(scores, strip);
+          use(strip);
+          if (cap_slope_ != nullptr) pass_cap(strip.rows);
+        }
+        products.set_strip(strip, prob, grad);
+      }
+    }
+    for (int64_t r = 0; want_grad_kv_ && r < rows; r++) {
+      if (prob_sum_[r] == T(0)) products.drop_grad_out(r);
     }
   }
 
-  // Fills `prob` with factor * P and `grad` with dS.
-  void compute(const Scores<T>& scores) {
-    if (few_) {
-      FewQueries<T>::scores(p_.k, b_, h_kv_, j0, n, p_.dim_qk, q_rows_, ld_q, rows, prob, kGradKeys);
-    } else {
-      matmul<T, false>(rows, n, p_.dim_qk, q_rows_, ld_q, key_transposed_, false, prob, kGradKeys);
-    }
-    scores.finish(prob, kGradKeys, i0, rows, j0, n, cap_slope_);
-    matmul<T, false>(rows, n, p_.dim_v, grad_out_rows_, ld_v, value_transposed_, false, grad, kGradKeys);
-    for (int64_t r = 0; r < rows; r++) gradient_row(r);
+ private:
+  static constexpr int64_t kLd = Products::kStripKeys;
+
+  // Both routes of the backward (backward.h) must have the same bits.
+  ATTN_ONE_COPY void compute_strip(const Scores<T>& scores, const Strip& s) {
+    products.scores(s, prob);
+    scores.finish(prob, kLd, i0 + s.row, s.rows, j0 + s.key, s.keys, cap_slope_);
+    products.grad_probs(s, grad);
+    for (int64_t r = 0; r < s.rows; r++) gradient_row(s, r);
   }
 
-  // dS of the capped logits to dS of the raw ones. After this `grad` serves dQ and dK.
-  void pass_cap() {
-    if (cap_slope_ == nullptr) return;
-    for (int64_t x = 0; x < rows * kGradKeys; x += kLanes<T>) {
+  // dS of the capped logits to dS of the raw ones, for dQ and dK.
+  void pass_cap(int64_t m) {
+    for (int64_t x = 0; x < m * kLd; x += kLanes<T>) {
       // Beyond the valid keys the slope was never written; there dS is 0 and must stay so.
       const Vec<T> g = load(grad + x);
       store<T>(grad + x, g == Vec<T>{} ? Vec<T>{} : g * load(cap_slope_ + x));
     }
   }
 
- private:
-  void gradient_row(int64_t r) {
-    T factor[kGradKeys];
+  void gradient_row(const Strip& s, int64_t row) {
+    const int64_t r = s.row + row;
+    T factor[kLd];
     const bool drops = p_.dropout.threshold != 0;
     if (drops) {
-      dropout_factors<T>(p_.dropout, b_, h_, i0 + r, j0, n, factor);
-      for (int64_t j = n; j < padded<T>(n); j++) factor[j] = T(0);
+      dropout_factors<T>(p_.dropout, b_, h_, i0 + r, j0 + s.key, s.keys, factor);
+      for (int64_t j = s.keys; j < padded<T>(s.keys); j++) factor[j] = T(0);
     }
-    T *p_row = prob + r * kGradKeys, *g_row = grad + r * kGradKeys;
+    T *p_row = prob + row * kLd, *g_row = grad + row * kLd;
     const T row_max = max_[r], log_sum = log_sum_[r], delta = delta_[r];
     Vec<T> total = {};
-    for (int64_t j = 0; j < padded<T>(n); j += kLanes<T>) {
+    for (int64_t j = 0; j < padded<T>(s.keys); j += kLanes<T>) {
       // At most 0 but for rounding, which grows with the logits.
       const Vec<T> exponent = load(p_row + j) - row_max - log_sum;
       const Vec<T> p = exp<T>(exponent > T(0) ? Vec<T>{} : exponent);
@@ -116,33 +117,22 @@ class GradTile {
                p == Vec<T>{} ? Vec<T>{} : ds);  // hidden keys have no gradient, whatever V holds there
       store<T>(p_row + j, dropped);
     }
-    if (has_panels_ && reduce_add<T>(total) == T(0)) clear_grad_out_panel_row(r);
+    prob_sum_[r] += reduce_add<T>(total);
   }
-
-  // The gradient of a row that attends to nothing here must not reach dV, even where it is NaN (0 * NaN).
-  void clear_grad_out_panel_row(int64_t r) {
-    T* panel = grad_out_panels;
-    for (int64_t d0 = 0; d0 < p_.dim_v; d0 += kPanel<T>) {
-      const int64_t w = padded<T>(min(kPanel<T>, p_.dim_v - d0));
-      for (int64_t d = 0; d < w; d++) panel[r * w + d] = T(0);
-      panel += rows * w;
-    }
-  }
-
-  const AttentionParams& p_;
-  const BackwardIO& io_;
-  const RowState<T>& state_;
-  int64_t b_ = 0, h_ = 0, h_kv_ = 0;
-  bool has_panels_ = false;
-  const bool few_;
-  T *q_rows_, *grad_out_rows_, *key_transposed_, *value_transposed_, *strip_, *cap_slope_ = nullptr;
-  const T *max_ = nullptr, *log_sum_ = nullptr, *delta_ = nullptr;
 
  public:
-  const int64_t ld_q, ld_v;
+  Products products;
   int64_t i0 = 0, rows = 0, j0 = 0, n = 0;
-  T *prob, *grad;  // [kGradRows][kGradKeys]
-  T *q_panels, *grad_out_panels, *key_panels;
+  T *prob, *grad;  // of a strip, [kStripRows][kStripKeys]
+
+ private:
+  const AttentionParams& p_;
+  const RowState<T>& state_;
+  int64_t b_ = 0, h_ = 0;
+  bool want_grad_kv_ = false;
+  T* cap_slope_ = nullptr;
+  T prob_sum_[Products::kRows];  // over the tile's keys
+  const T *max_ = nullptr, *log_sum_ = nullptr, *delta_ = nullptr;
 };
 
 }  // namespace ATTN_ISA

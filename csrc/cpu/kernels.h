@@ -24,7 +24,7 @@ struct CpuKernels {
 };
 
 const CpuKernels& cpu_kernels();      // the best this machine runs, or what ATTN_EXT_CPU_ISA names
-std::string cpu_isa();                // its name: "default", "avx2" or "avx512"
+std::string cpu_isa();                // its name: "default", "avx2", "avx512" or "amx"
 std::vector<std::string> cpu_isas();  // every name this machine can run
 
 // Scratch memory of the calling thread: 64-byte aligned, kept from call to call, never shrunk below what small

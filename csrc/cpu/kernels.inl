@@ -1,5 +1,5 @@
-// The kernels, in reading order. isa_default.cpp, isa_avx2.cpp and isa_avx512.cpp each include this once, after
-// choosing the target, the vector width ATTN_VECTOR_BYTES and the namespace ATTN_ISA. No file after this one includes
+// The kernels, in reading order. isa_default.cpp, isa_avx2.cpp, isa_avx512.cpp and isa_amx.cpp each include this once,
+// after choosing the target, the vector width ATTN_VECTOR_BYTES and the namespace ATTN_ISA. No file after this one includes
 // anything: see simd.h.
 #include "simd.h"
 #include "pack.h"
@@ -7,6 +7,11 @@
 #include "scores.h"
 #include "tiles.h"
 #include "few_queries.h"
+#include "products.h"
+#ifdef ATTN_AMX
+#include "amx.h"
+#include "amx_products.h"
+#endif
 #include "forward.h"
 #include "grad_tile.h"
 #include "bias_backward.h"
@@ -15,22 +20,25 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
+#ifndef ATTN_AMX  // isa_amx.cpp has its own
 // float64 computes in double, the other types in float.
 inline void run_forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
   if (p.q.dtype == DType::kFloat64) {
-    forward<double>(p, o, threads);
+    forward<double, ForwardProducts<double>>(p, o, threads);
   } else {
-    forward<float>(p, o, threads);
+    forward<float, ForwardProducts<float>>(p, o, threads);
   }
 }
 
 inline void run_backward(const AttentionParams& p, const BackwardIO& io, const Threads& threads) {
   if (p.q.dtype == DType::kFloat64) {
-    backward<double>(p, io, threads);
+    backward<double, GradProducts<double>>(p, io, threads);
   } else {
-    backward<float>(p, io, threads);
+    backward<float, GradProducts<float>>(p, io, threads);
   }
 }
+
+#endif
 
 }  // namespace ATTN_ISA
 }  // namespace attn_ext

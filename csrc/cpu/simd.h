@@ -7,6 +7,13 @@ namespace attn_ext {
 namespace ATTN_ISA {
 
 #define ATTN_INLINE inline __attribute__((always_inline))
+// One copy of the machine code for all callers. Where a * b + c becomes one instruction is the compiler's choice, and two
+// copies of one source may round differently.
+#if defined(__clang__)
+#define ATTN_ONE_COPY __attribute__((noinline))
+#else
+#define ATTN_ONE_COPY __attribute__((noinline, noclone))
+#endif
 
 template <class T>
 struct SimdTypes;
@@ -159,9 +166,14 @@ ATTN_INLINE Vec<T> exp2_series(Vec<T> f) {
 template <class T>
 ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   using S = SimdTypes<T>;
-  const Vec<T> shifted = x + S::kMagic;
-  const Vec<T> f = x - (shifted - S::kMagic);
-  const Vec<T> p = exp2_series<T, 0>(f);
+  const Vec<T> shifted = x + S::kMagic, n = shifted - S::kMagic;
+  const Vec<T> p = exp2_series<T, 0>(x - n);
+#if ATTN_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) {  // one instruction for p * 2^n, one mask for "not less than" (true for NaN)
+    return (Vec<T>)_mm512_maskz_scalef_ps(
+        _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(S::kMinExponent), _CMP_NLT_UQ), (__m512)p, (__m512)n);
+  }
+#endif
   using Bits = typename S::Bits;  // unsigned: lanes that are discarded below may overflow
   const Bits bits = (Bits)p + ((Bits)shifted << S::kMantissa);
   return x >= S::kMinExponent ? (Vec<T>)bits : (x == x ? Vec<T>{} : x);

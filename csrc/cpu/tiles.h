@@ -2,16 +2,15 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-// Query rows a unit of forward work packs K and V for: packing a key block costs about as much as 8 rows of its
-// products, so 192 rows keep it near 4%. Score tiles are cut finer (kTileRows), to stay in cache.
-constexpr int64_t kUnitRows = 192;
-constexpr int64_t kTileRows = 48;
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// With few heads and short sequences, smaller units give every thread work. The choice depends on the shape alone:
-// never on the number of threads.
-inline int64_t unit_rows(const AttentionParams& p) {
-  int64_t rows = kUnitRows;
-  while (rows > kTileRows && p.batch * p.heads_q * ((p.len_q + rows - 1) / rows) < 32) rows /= 2;
+// Query rows for which a unit of forward work packs K and V: `most`, or with few heads and short sequences fewer, so
+// that there are `enough` units to give every thread work. The choice depends on the shape alone: never on the number
+// of threads.
+constexpr int64_t kLeastUnitRows = 48;
+inline int64_t unit_rows(const AttentionParams& p, int64_t most, int64_t enough) {
+  int64_t rows = most;
+  while (rows > kLeastUnitRows && p.batch * p.heads_q * ceil_div(p.len_q, rows) < enough) rows /= 2;
   return min(rows, max(p.len_q, 1));
 }
 
@@ -26,7 +25,10 @@ inline int64_t score_products(const AttentionParams& p) {
 // bit for bit in both, for P = exp(s - lse) to be what the forward used.
 constexpr int kFewQueries = 4;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Part of a tile of the backward: its rows row .. row+rows meet its keys key .. key+keys.
+struct Strip {
+  int64_t row, rows, key, keys;
+};
 
 enum Slot {
   kQuery,
@@ -44,7 +46,10 @@ enum Slot {
   kStrip,
   kGradKey,
   kGradValue,
-  kGradQuery
+  kGradQuery,
+  kProbRows,
+  kProbPairs,
+  kGradPairs
 };
 
 template <class T>

@@ -1,0 +1,209 @@
+// The products of the forward and of the backward for half types in AMX tiles (amx.h), with the interface of
+// products.h. The scores are float32 tiles as there. `parts` is 1 for bfloat16 and 2 for float16.
+//
+//   S  = Q K^T      left Q rows,    right K^T pairs       dP = dO V^T     left dO rows,    right V^T pairs
+//   O += P V        left P rows,    right V pairs         dQ += dS K      left dS rows,    right K pairs
+//   dV^T += dO^T P  left dO^T rows, right P pairs         dK^T += Q^T dS  left Q^T rows,   right dS pairs
+//
+// dV and dK are summed transposed: P and dS then need only pairs of rows, which is cheaper than transposing them.
+//
+// Not in range (the float32 kernels then do the call again): operands too large for tiles, see amx.h; and delta not
+// finite, of which dS becomes infinite: rounding splits that into infinity and NaN.
+namespace attn_ext {
+namespace ATTN_ISA {
+
+// The scale is applied to the products: in Q it would cost its exactness.
+inline void scale_rows(float* score, int64_t ld, int64_t rows, int64_t n, float scale) {
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t j = 0; j < n; j += kLanes<float>) {
+      store<float>(score + r * ld + j, load(score + r * ld + j) * scale);
+    }
+  }
+}
+
+// Zeros beyond `rows` and n, up to whole tiles: an infinity has made NaN of the padding of its other operand.
+inline void clear_padding(float* x, int64_t ld, int64_t rows, int64_t n) {
+  for (int64_t r = 0; r < kTile; r++) {
+    for (int64_t j = r < rows ? padded<float>(n) : 0; j < round_up(n, kTile); j += kLanes<float>) {
+      store<float>(x + r * ld + j, Vec<float>{});
+    }
+  }
+}
+
+template <int parts>
+class AmxForwardProducts {
+ public:
+  // Packing weighs more than in products.h, where the products take longer.
+  static constexpr int64_t kUnitRows = 384, kUnits = 16, kStripRows = kTile;
+
+  AmxForwardProducts(const AttentionParams& p, int64_t rows, bool* in_range)
+      : ld_out(round_up(p.dim_v, kTile)), p_(p), in_range_(in_range), depth_(round_up(p.dim_qk, kTile)),
+        q_(scratch_rows<parts>(kQuery, round_up(rows, kTile), depth_)),
+        prob_(scratch_rows<parts>(kProbRows, kTile, kBlockKeys)),
+        key_(scratch_pairs<parts>(kKey, depth_, kBlockKeys)),
+        value_(scratch_pairs<parts>(kValue, kBlockKeys, ld_out)) {}
+
+  void set_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
+    pack(p_.q, b, h, i0, rows, p_.dim_qk, q_);
+  }
+
+  void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n) {
+    j0_ = j0;
+    n_ = n;
+    const Rows key = scratch_rows<parts>(kStrip, kBlockKeys, depth_);
+    pack(p_.k, b, h_kv, j0, n, p_.dim_qk, key);
+    transpose_to_pairs<parts>(round_up(n, kTile), depth_, key, key_);
+    const Rows value = scratch_rows<parts>(kStrip, kBlockKeys, ld_out);
+    pack(p_.v, b, h_kv, j0, n, p_.dim_v, value);
+    interleave<parts>(round_up(n, kTile), ld_out, value, value_);
+  }
+
+  // Whole tiles: keys beyond n have to be 0 up to the end of the last one.
+  int64_t keys_until(int64_t end) const { return min(n_, round_up(end - j0_, kTile)); }
+
+  void scores(int64_t r0, int64_t rows, int64_t n, float* score) const {
+    tile_product<parts, true>(kTile, round_up(n, kTile), depth_, q_.from(r0, 0), key_, false, score,
+                              kBlockKeys);
+    scale_rows(score, kBlockKeys, rows, n, float(p_.scale));
+    clear_padding(score, kBlockKeys, rows, n);
+  }
+
+  void add_values(int64_t rows, int64_t n, const float* prob, float* out) const {
+    n = round_up(n, kTile);
+    round_rows<parts>(prob, kBlockKeys, round_up(rows, kTile), n, prob_);
+    tile_product<parts>(kTile, ld_out, n, prob_, value_, true, out, ld_out);
+  }
+
+  const int64_t ld_out;
+
+ private:
+  bool pack(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
+            const Rows& dst) const {
+    const Packed packed = pack_tile_rows<parts>(m, b, h, i0, n, width, dst);
+    if (!packed.in_range) __atomic_store_n(in_range_, false, __ATOMIC_RELAXED);
+    return packed.finite;
+  }
+
+  const TileShapes shapes_;
+  const AttentionParams& p_;
+  bool* const in_range_;
+  const int64_t depth_;
+  int64_t j0_ = 0, n_ = 0;
+  const Rows q_, prob_;
+  const Pairs key_, value_;
+};
+
+template <int parts>
+class AmxGradProducts {
+ public:
+  // Larger than in products.h: each tile loads and stores blocks of dK, dV and dQ, which costs more than some of its
+  // products. S and dP of a strip are 32 KiB, to stay in the L1 cache until they are rounded.
+  static constexpr int64_t kRows = 192, kKeys = 256;
+  static constexpr int64_t kStripRows = kTile, kStripKeys = 128;
+
+  AmxGradProducts(const AttentionParams& p, const BackwardIO& io, bool* in_range)
+      : ld_q(round_up(p.dim_qk, kTile)), ld_v(round_up(p.dim_v, kTile)), p_(p), io_(io), in_range_(in_range),
+        q_(scratch_rows<parts>(kQuery, kRows, ld_q)),
+        q_transposed_(scratch_rows<parts>(kQueryPanel, ld_q, kRows)),
+        grad_out_(scratch_rows<parts>(kGradOut, kRows, ld_v)),
+        grad_out_transposed_(scratch_rows<parts>(kGradOutPanel, ld_v, kRows)),
+        grad_scores_(scratch_rows<parts>(kProbRows, kRows, kKeys)),
+        key_transposed_(scratch_pairs<parts>(kKey, ld_q, kKeys)),
+        key_(scratch_pairs<parts>(kKeyPanel, kKeys, ld_q)),
+        value_transposed_(scratch_pairs<parts>(kValue, ld_v, kKeys)),
+        prob_pairs_(scratch_pairs<parts>(kProbPairs, kRows, kKeys)),
+        grad_pairs_(scratch_pairs<parts>(kGradPairs, kRows, kKeys)) {}
+
+  void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n, bool want_grad_q) {
+    n_ = round_up(n, kTile);
+    const Rows key = scratch_rows<parts>(kStrip, kKeys, ld_q);
+    const bool finite = pack(p_.k, b, h_kv, j0, n, p_.dim_qk, key);
+    transpose_to_pairs<parts>(n_, ld_q, key, key_transposed_);
+    if (!finite) drop_non_finite<parts>(n_, key);
+    if (want_grad_q) interleave<parts>(n_, ld_q, key, key_);
+    const Rows value = scratch_rows<parts>(kStrip, kKeys, ld_v);
+    pack(p_.v, b, h_kv, j0, n, p_.dim_v, value);
+    transpose_to_pairs<parts>(n_, ld_v, value, value_transposed_);
+  }
+
+  void set_queries(int64_t b, int64_t h, int64_t i0, int64_t rows, bool want_grad_kv) {
+    rows_ = round_up(rows, kTile);
+    want_grad_kv_ = want_grad_kv;
+    const bool finite = pack(p_.q, b, h, i0, rows, p_.dim_qk, q_);
+    grad_out_finite_ = pack(io_.grad_out, b, h, i0, rows, p_.dim_v, grad_out_);
+    if (want_grad_kv) {
+      transpose_rows<parts>(rows_, ld_q, q_, q_transposed_);
+      if (!finite) drop_non_finite<parts>(ld_q, q_transposed_);
+      transpose_rows<parts>(rows_, ld_v, grad_out_, grad_out_transposed_);
+    }
+  }
+
+  // Its P is 0: that is enough, unless it is NaN or infinity.
+  void drop_grad_out(int64_t r) {
+    for (int p = 0; p < parts && !grad_out_finite_; p++) {
+      for (int64_t d = 0; d < ld_v; d++) *grad_out_transposed_.at(p, d, r) = 0;
+    }
+  }
+
+  void scores(const Strip& s, float* score) const {
+    tile_product<parts, true>(kTile, round_up(s.keys, kTile), ld_q, q_.from(s.row, 0),
+                              key_transposed_.from_column(s.key), false, score, kStripKeys);
+    scale_rows(score, kStripKeys, s.rows, s.keys, float(p_.scale));
+    clear_padding(score, kStripKeys, s.rows, s.keys);
+  }
+  void grad_probs(const Strip& s, float* grad) const {
+    tile_product<parts>(kTile, round_up(s.keys, kTile), ld_v, grad_out_.from(s.row, 0),
+                        value_transposed_.from_column(s.key), false, grad, kStripKeys);
+    clear_padding(grad, kStripKeys, s.rows, s.keys);
+  }
+
+  void set_strip(const Strip& s, const float* prob, const float* grad) const {
+    const int64_t keys = round_up(s.keys, kTile);
+    round_rows<parts>(grad, kStripKeys, kTile, keys, grad_scores_.from(s.row, s.key));
+    if (want_grad_kv_) {
+      round_pairs<parts>(prob, kStripKeys, keys, prob_pairs_.from_column(s.key), s.row);
+      round_pairs<parts>(grad, kStripKeys, keys, grad_pairs_.from_column(s.key), s.row);
+    }
+  }
+
+  void add_grad_v(float* grad_v) const {
+    tile_product<parts>(ld_v, n_, rows_, grad_out_transposed_, prob_pairs_, true, grad_v, kKeys);
+  }
+  void add_grad_k(float* grad_k) const {
+    tile_product<parts>(ld_q, n_, rows_, q_transposed_, grad_pairs_, true, grad_k, kKeys);
+  }
+  void add_grad_q(float* grad_q, int64_t ld) const {
+    tile_product<parts>(rows_, ld_q, n_, grad_scores_, key_, true, grad_q, ld);
+  }
+
+  float* key_rows(const float* grad, int64_t ld) const {
+    float* rows = scratch<float>(kStrip, kKeys * ld);
+    for (int64_t d = 0; d < ld; d += 16) {
+      for (int64_t j = 0; j < kKeys; j += 16)
+        transpose_words(grad + d * kKeys + j, kKeys, rows + j * ld + d, ld);
+    }
+    return rows;
+  }
+
+  const int64_t ld_q, ld_v;
+
+ private:
+  bool pack(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
+            const Rows& dst) const {
+    const Packed packed = pack_tile_rows<parts>(m, b, h, i0, n, width, dst);
+    if (!packed.in_range) __atomic_store_n(in_range_, false, __ATOMIC_RELAXED);
+    return packed.finite;
+  }
+
+  const TileShapes shapes_;
+  const AttentionParams& p_;
+  const BackwardIO& io_;
+  bool* const in_range_;
+  int64_t n_ = 0, rows_ = 0;
+  bool want_grad_kv_ = false, grad_out_finite_ = true;
+  const Rows q_, q_transposed_, grad_out_, grad_out_transposed_, grad_scores_;
+  const Pairs key_transposed_, key_, value_transposed_, prob_pairs_, grad_pairs_;
+};
+
+}  // namespace ATTN_ISA
+}  // namespace attn_ext
