@@ -87,12 +87,13 @@ def cases_of(dtype, dim, *, backward, full, few_queries=False):
     given = oracle.qkv(batch=1, heads=2, heads_kv=1, len_q=len_q, len_k=len_k, dim=dim, dtype=dtype)
     options = [{}, {"window": (100, 0)}, {"causal": True, "key_lengths": [290]}]
     if full:
-        terms = {
-            "bias": oracle.randn(1, 1, len_q, len_k, dtype=dtype),  # broadcast over heads
+        bias = oracle.randn(1, 1, len_q, len_k, dtype=dtype)  # broadcast over heads, then over queries too
+        terms = [{"bias": bias}, {"bias": bias[:, :, :1]}, {"bias": bias, "mask": bias < 1}]
+        heads = {
             "alibi_slopes": torch.tensor([0.5, 0.02], dtype=dtype),
             "sinks": torch.tensor([1.0, -2.0], dtype=dtype),
         }
-        options = [{**terms, **o} for o in options]
+        options = [{**heads, **t, **o} for t, o in zip(terms, options, strict=True)]
 
     def case(chosen):
         def run(call):
@@ -116,7 +117,7 @@ def cases_for(kernel):
     dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), 64)
     if "simt" in words:
         dim = 300 if dtype in oracle.HALF else 40  # half types of fewer dimensions run on tensor cores
-    full = not {"full", "bias", "sums"}.isdisjoint(words)
+    full = not {"full", "bias", "sums", "simt"}.isdisjoint(words)
     return cases_of(dtype, dim, backward="bwd" in words, full=full, few_queries="decode" in words)
 
 

@@ -11,8 +11,16 @@ pytestmark = [nvcc.needed, pytest.mark.slow]
 # One kernel of each source: f16 and bf16, and head dims with the same tiling, share their synchronisation.
 KERNELS = [
     *(f"attn_fwd_sm80_f16_d{dim}{kind}" for dim in (64, 128) for kind in ("", "_full")),
+    *(
+        f"attn_bwd_{what}_sm80_f16_d{dim}{kind}"
+        for what in ("dkdv", "dq")
+        for dim in (64, 128)
+        for kind in ("", "_full")
+    ),
+    *(f"attn_bwd_bias_sm80_f16_d{dim}" for dim in (64, 128)),
+    "attn_bwd_sums_f32",
     "attn_decode_sm80_f16_d64",
-    "attn_fwd_simt_f32",
+    *(f"attn_{what}_simt_f32" for what in ("fwd", "bwd_dkdv", "bwd_dq", "bwd_bias")),
 ]
 REDUNDANT = {}  # regular expression on str(Mutation): why it may go unnoticed
 

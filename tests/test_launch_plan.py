@@ -1,10 +1,13 @@
 """attn_ext.launch_plan: which kernels a GPU would run, for which memory, told without a GPU."""
 
+import itertools
+
 import pytest
 import torch
 from oracle import qkv, randn
 
 import attn_ext
+from attn_ext import _info
 
 
 def kernels(*args, **options):
@@ -125,3 +128,31 @@ def test_bad_arguments_name_what_is_allowed():
         attn_ext.launch_plan(q, k, v, direction="backward", out=q, lse=torch.zeros(1, 2, 100))
     with pytest.raises(ValueError, match="softcap"):
         attn_ext.launch_plan(q, k, v, softcap=-1.0)
+
+
+def every_plan():
+    """Plans that between them use each kernel, for the kinds of GPU that differ."""
+    sizes = {100: 2, 1: 108}  # multiprocessors: few, so that 100 queries are not decoded; many, for splits
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for dim in (32, 64, 96, 128, 192, 256, 320):
+            for len_q, options in itertools.product((100, 1), ({}, {"softcap": 3.0, "bias": "one head"})):
+                q, k, v = qkv(batch=1, len_q=len_q, len_k=3000, dim=dim, dtype=dtype)
+                terms = dict(options)
+                if "bias" in terms:
+                    terms["bias"] = torch.zeros(1, 1, len_q, 3000, dtype=dtype)
+                    terms["alibi_slopes"] = torch.zeros(2, dtype=dtype)
+                for arch in ("sm_80", "sm_89"):
+                    plan = attn_ext.launch_plan(q, k, v, arch=arch, multiprocessors=sizes[len_q], **terms)
+                    yield plan
+                    given = {"out": plan.results["out"], "lse": plan.results["lse_parts"]}
+                    yield attn_ext.launch_plan(
+                        q, k, v, arch=arch, direction="backward", grad_out=q, **given, **terms
+                    )
+
+
+def test_every_kernel_that_is_planned_was_built_and_the_other_way_round():
+    module, problem = _info.load_cuda()
+    if module is None:
+        pytest.skip(f"CUDA kernels: {problem}")
+    planned = {launch.kernel for plan in every_plan() for launch in plan.launches}
+    assert planned == set(module.kernels())

@@ -11,6 +11,7 @@
 
 #include "device_query.h"
 #include "launch.h"
+#include "registry.h"
 
 namespace py = pybind11;
 
@@ -42,6 +43,14 @@ void* current_stream(int device_index) {
   return stream;
 }
 
+std::vector<std::string> kernels() {
+  std::vector<std::string> names;
+  for (auto* entry = attn_ext::cuda::KernelEntry::head(); entry != nullptr; entry = entry->next) {
+    names.push_back(entry->name);
+  }
+  return names;
+}
+
 // For attn_ext._C.set_cuda_backend.
 py::capsule backend() {
   static const attn_ext::cuda::Backend table = attn_ext::cuda::make_backend(&current_stream);
@@ -56,6 +65,7 @@ PYBIND11_MODULE(_C_cuda, m) {
         "Compute capabilities compiled for: [80, 90].");
   m.def("runtime_version", &attn_ext::cuda::runtime_version, "CUDA runtime linked in: 13000 for 13.0.");
   m.def("backend", &backend, "The kernels, for attn_ext._C.set_cuda_backend.");
+  m.def("kernels", &kernels, "The names of all kernels, as launch plans use them.");
   m.def("list_devices", &list_devices,
         "{devices: [{name, compute_capability, memory_bytes, binary_architecture}], problem: str}.");
 }

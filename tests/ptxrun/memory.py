@@ -161,6 +161,8 @@ class Memory:
                 written, read = self._shadows(j)
                 self._foreign(written[at], block, j, at, t, "read of", "written")
                 read[at] = np.where((read[at] == 0) | (read[at] == block), block, SEVERAL)
+                clash = read[at] != block  # another block within this instruction, or one before
+                read[at[clash]] = SEVERAL
 
     @staticmethod
     def _parts(k, addr, nbytes, blocks, tids):

@@ -181,8 +181,14 @@ class Module:
             if before is not None:
                 try:
                     return run(resident)
-                except (Doubt, PtxError):  # something is wrong: once more, for the exact report
+                except (Doubt, PtxError) as e:  # something is wrong: once more, for the exact report
                     mem.restore(before)
+                    result = run(1)
+                    if not result.reports:
+                        raise RuntimeError(
+                            f"ptxrun: {f.name} fails only where its blocks run together"
+                        ) from e
+                    return result
             return run(1)
 
     @contextlib.contextmanager

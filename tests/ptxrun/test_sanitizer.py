@@ -242,6 +242,14 @@ def test_a_block_writes_what_another_read():
         run(source, np.zeros(200, np.int32), grid=2, block=64, block_races=True)
 
 
+def test_a_byte_that_two_blocks_read_at_once(monkeypatch):
+    # Fault: of two blocks that read a byte in one instruction one is forgotten.
+    monkeypatch.setattr(ptxrun.module, "TOGETHER", 1024)
+    source = "K k(int *a) { int v = a[0]; if (blockIdx.x == 1) a[0] = v + 1; else a[64 + threadIdx.x] = v; }"
+    with pytest.raises(RaceError, match=r"write to .*already read by several blocks"):
+        run(source, np.zeros(200, np.int32), grid=2, block=1, block_races=True)
+
+
 TOGETHER = """K k(int *o, int bad) {
   __shared__ int s[64]; int t = threadIdx.x, b = blockIdx.x;
   int rounds = b % 3;                               // blocks part and meet again
@@ -255,7 +263,8 @@ TOGETHER = """K k(int *o, int bad) {
   o[64 * b + t] = s[t]; }"""
 
 
-def test_blocks_that_run_together_have_their_own_barriers_and_memory():
+def test_blocks_that_run_together_have_their_own_barriers_and_memory(monkeypatch):
+    monkeypatch.setattr(ptxrun.module, "TOGETHER", 1024)
     o, alone = np.zeros(20 * 64, np.int32), np.zeros(20 * 64, np.int32)
     m = build(TOGETHER)
     r = m.launch("k", 20, 64, [o, -1], block_races=True)
@@ -268,7 +277,8 @@ def test_blocks_that_run_together_have_their_own_barriers_and_memory():
         assert o[64 * b : 64 * b + 64].tolist() == expected.tolist()
 
 
-def test_a_fault_of_one_block_among_many_is_reported_as_if_it_ran_alone():
+def test_a_fault_of_one_block_among_many_is_reported_as_if_it_ran_alone(monkeypatch):
+    monkeypatch.setattr(ptxrun.module, "TOGETHER", 1024)
     messages, left = [], []
     for together in (True, False):
         o = np.zeros(20 * 64, np.int32)
