@@ -97,7 +97,8 @@ def assert_close(what, got, truth, plain):
     """|got - truth| <= 2 |plain - truth| + slack: at most twice what the dtype's plain formula loses.
 
     This is the habit of flash-attention's tests. The slack, for errors that the plain formula escapes by
-    luck, grows with the largest value: 1e-5 for half types, 1e-6 for float32, 1e-10 alone for float64.
+    luck, grows with the largest value: 1e-5 for half types, 2e-6 for float32 (where dP - delta should be 0,
+    some ulps of its terms remain), 1e-10 alone for float64.
     """
     assert got.shape == truth.shape, f"{what}: shape {tuple(got.shape)}, should be {tuple(truth.shape)}"
     dtype = got.dtype
@@ -117,7 +118,7 @@ def assert_close(what, got, truth, plain):
     else:
         # A few numbers may come out exact by hand, but rounding alone may cost half an ulp of the largest.
         by_hand = max((plain - truth)[usual].abs().max().item(), torch.finfo(dtype).eps / 2 * size)
-        limit = 2 * by_hand + (1e-5 if dtype in HALF else 1e-6) * size
+        limit = 2 * by_hand + (1e-5 if dtype in HALF else 2e-6) * size
     assert error <= limit, f"{what}: error {error:.3g}, allowed {limit:.3g} (largest value {size:.3g})"
 
 
