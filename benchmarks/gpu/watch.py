@@ -92,7 +92,13 @@ def run_tests(arguments: tuple[str, ...], folder: Path, seconds: float) -> dict:
         xml = Path(made) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", f"--junitxml={xml}", *arguments]
         process = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # A shell lets its background jobs ignore it, and they their children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             output, stopped = process.communicate(timeout=seconds)[0], ""

@@ -12,8 +12,8 @@ namespace attn_ext::cuda::simt {
 
 constexpr int kThreadRows = 8, kThreadColumns = 16;  // thread t stands at (t / 16, t % 16)
 constexpr int kThreads = kThreadRows * kThreadColumns;
-// Blocks on a multiprocessor that the kernels are compiled for: 255 registers a thread are enough to spill none, the 168
-// of three blocks are not. Two take 87 KB of shared memory, and sm_86 and sm_89 have 100.
+// Blocks on a multiprocessor that the kernels are compiled for: with 255 registers a thread none spills, with the 168 of
+// three blocks all do. Two take 87 KB of shared memory, and sm_86 and sm_89 have 100.
 constexpr int kBlocksPerMultiprocessor = 2;
 
 // T is what is computed in: float for float32 and the half types, double for float64.
