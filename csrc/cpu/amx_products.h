@@ -30,6 +30,15 @@ inline void clear_padding(float* x, int64_t ld, int64_t rows, int64_t n) {
   }
 }
 
+// pack_tile_rows; whether all is finite. Clears *in_range, which threads share, where tiles cannot hold the numbers.
+template <int parts>
+inline bool pack_in_range(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
+                          const Rows& dst, bool* in_range) {
+  const Packed packed = pack_tile_rows<parts>(m, b, h, i0, n, width, dst);
+  if (!packed.in_range) __atomic_store_n(in_range, false, __ATOMIC_RELAXED);
+  return packed.finite;
+}
+
 template <int parts>
 class AmxForwardProducts {
  public:
@@ -44,17 +53,17 @@ class AmxForwardProducts {
         value_(scratch_pairs<parts>(kValue, kBlockKeys, ld_out)) {}
 
   void set_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
-    pack(p_.q, b, h, i0, rows, p_.dim_qk, q_);
+    pack_in_range<parts>(p_.q, b, h, i0, rows, p_.dim_qk, q_, in_range_);
   }
 
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n) {
     j0_ = j0;
     n_ = n;
     const Rows key = scratch_rows<parts>(kStrip, kBlockKeys, depth_);
-    pack(p_.k, b, h_kv, j0, n, p_.dim_qk, key);
+    pack_in_range<parts>(p_.k, b, h_kv, j0, n, p_.dim_qk, key, in_range_);
     transpose_to_pairs<parts>(round_up(n, kTile), depth_, key, key_);
     const Rows value = scratch_rows<parts>(kStrip, kBlockKeys, ld_out);
-    pack(p_.v, b, h_kv, j0, n, p_.dim_v, value);
+    pack_in_range<parts>(p_.v, b, h_kv, j0, n, p_.dim_v, value, in_range_);
     interleave<parts>(round_up(n, kTile), ld_out, value, value_);
   }
 
@@ -77,13 +86,6 @@ class AmxForwardProducts {
   const int64_t ld_out;
 
  private:
-  bool pack(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
-            const Rows& dst) const {
-    const Packed packed = pack_tile_rows<parts>(m, b, h, i0, n, width, dst);
-    if (!packed.in_range) __atomic_store_n(in_range_, false, __ATOMIC_RELAXED);
-    return packed.finite;
-  }
-
   const TileShapes shapes_;
   const AttentionParams& p_;
   bool* const in_range_;
@@ -117,20 +119,20 @@ class AmxGradProducts {
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n, bool want_grad_q) {
     n_ = round_up(n, kTile);
     const Rows key = scratch_rows<parts>(kStrip, kKeys, ld_q);
-    const bool finite = pack(p_.k, b, h_kv, j0, n, p_.dim_qk, key);
+    const bool finite = pack_in_range<parts>(p_.k, b, h_kv, j0, n, p_.dim_qk, key, in_range_);
     transpose_to_pairs<parts>(n_, ld_q, key, key_transposed_);
     if (!finite) drop_non_finite<parts>(n_, key);
     if (want_grad_q) interleave<parts>(n_, ld_q, key, key_);
     const Rows value = scratch_rows<parts>(kStrip, kKeys, ld_v);
-    pack(p_.v, b, h_kv, j0, n, p_.dim_v, value);
+    pack_in_range<parts>(p_.v, b, h_kv, j0, n, p_.dim_v, value, in_range_);
     transpose_to_pairs<parts>(n_, ld_v, value, value_transposed_);
   }
 
   void set_queries(int64_t b, int64_t h, int64_t i0, int64_t rows, bool want_grad_kv) {
     rows_ = round_up(rows, kTile);
     want_grad_kv_ = want_grad_kv;
-    const bool finite = pack(p_.q, b, h, i0, rows, p_.dim_qk, q_);
-    grad_out_finite_ = pack(io_.grad_out, b, h, i0, rows, p_.dim_v, grad_out_);
+    const bool finite = pack_in_range<parts>(p_.q, b, h, i0, rows, p_.dim_qk, q_, in_range_);
+    grad_out_finite_ = pack_in_range<parts>(io_.grad_out, b, h, i0, rows, p_.dim_v, grad_out_, in_range_);
     if (want_grad_kv) {
       transpose_rows<parts>(rows_, ld_q, q_, q_transposed_);
       if (!finite) drop_non_finite<parts>(ld_q, q_transposed_);
@@ -188,13 +190,6 @@ class AmxGradProducts {
   const int64_t ld_q, ld_v;
 
  private:
-  bool pack(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
-            const Rows& dst) const {
-    const Packed packed = pack_tile_rows<parts>(m, b, h, i0, n, width, dst);
-    if (!packed.in_range) __atomic_store_n(in_range_, false, __ATOMIC_RELAXED);
-    return packed.finite;
-  }
-
   const TileShapes shapes_;
   const AttentionParams& p_;
   const BackwardIO& io_;

@@ -33,4 +33,12 @@ struct BackwardParams {
   bool of_float_mask = false;  // the bias kernel writes grad_float_mask, not grad_bias
 };
 
+// Whether a bias or float mask takes the gradient of the scores as it is, summed over nothing: the dQ kernels write it
+// then. `size`: its own shape. Planner and kernels must agree.
+ATTN_HOST_DEVICE inline bool takes_scores(const AttentionParams& p, const StridedView& grad,
+                                          const int64_t (&size)[4]) {
+  return grad.present && size[0] == p.batch && size[1] == p.heads_q && size[2] == p.len_q &&
+         size[3] == p.len_k;
+}
+
 }  // namespace attn_ext::cuda

@@ -36,11 +36,14 @@ int bucket(const AttentionParams& p) {
   return 0;
 }
 
-// Options that the lean kernels leave out.
-bool needs_full(const AttentionParams& p) {
+// Options that the lean backward leaves out. It needs no sinks: they are inside the LSE.
+bool backward_needs_full(const AttentionParams& p) {
   return p.bias.present || p.float_mask.present || p.bool_mask.present || p.alibi_slopes.present ||
-         p.sinks.present || p.softcap > 0 || p.dropout.threshold != 0;
+         p.softcap > 0 || p.dropout.threshold != 0;
 }
+
+// The same for the forward.
+bool forward_needs_full(const AttentionParams& p) { return backward_needs_full(p) || p.sinks.present; }
 
 void check_sizes(const AttentionParams& p) {
   if (p.len_q > kMaxLength || p.len_k > kMaxLength) {
@@ -73,7 +76,7 @@ int max_shared_bytes(int architecture) {
 }
 
 ForwardVariant forward_variant(const AttentionParams& p, const Target& target) {
-  if (needs_full(p)) return ForwardVariant::kFull;
+  if (forward_needs_full(p)) return ForwardVariant::kFull;
   const bool fits =
       forward_tile(bucket(p), ForwardVariant::kLean).shared_bytes() <= max_shared_bytes(target.architecture);
   return fits ? ForwardVariant::kLean : ForwardVariant::kCompact;
@@ -115,17 +118,6 @@ Plan plan_decode(const AttentionParams& p, ForwardParams params, void* workspace
                                0, params));
   }
   return plan;
-}
-
-// Options that the lean backward leaves out. It needs no sinks: they are inside the LSE.
-bool backward_needs_full(const AttentionParams& p) {
-  return p.bias.present || p.float_mask.present || p.bool_mask.present || p.alibi_slopes.present ||
-         p.softcap > 0 || p.dropout.threshold != 0;
-}
-
-// Whether a bias's gradient is the gradient of the scores itself, summed over nothing: the dQ kernel writes it then.
-bool has_full_size(const AttentionParams& p, const int64_t (&size)[4]) {
-  return size[0] == p.batch && size[1] == p.heads_q && size[2] == p.len_q && size[3] == p.len_k;
 }
 
 // Where the arrays of BackwardParams lie in the workspace.
@@ -303,8 +295,8 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
     }
   };
 
-  const bool whole_bias = io.grad_bias.present && has_full_size(p, io.bias_size);
-  const bool whole_mask = io.grad_float_mask.present && has_full_size(p, io.float_mask_size);
+  const bool whole_bias = takes_scores(p, io.grad_bias, io.bias_size);
+  const bool whole_mask = takes_scores(p, io.grad_float_mask, io.float_mask_size);
   const bool wants_queries = io.grad_q.present || io.grad_alibi_slopes.present || whole_bias || whole_mask;
   const bool wants_keys = io.grad_k.present || io.grad_v.present;
 

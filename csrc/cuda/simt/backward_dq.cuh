@@ -7,13 +7,6 @@
 
 namespace attn_ext::cuda::simt {
 
-// Whether a bias's gradient is dS itself.
-__device__ __forceinline__ bool is_full(const AttentionParams& p, const StridedView& grad,
-                                        const int64_t (&size)[4]) {
-  return grad.present && size[0] == p.batch && size[1] == p.heads_q && size[2] == p.len_q &&
-         size[3] == p.len_k;
-}
-
 template <class In>
 __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   using T = Math<In>;
@@ -43,8 +36,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   const bool two_halves = p.dim_qk - column0 > Z::kHalf;
   const bool drops = p.dropout.threshold != 0;
   const T factor = drops ? T(p.dropout.scale()) : T(1);
-  const bool writes_bias = column0 == 0 && is_full(p, io.grad_bias, io.bias_size);
-  const bool writes_mask = column0 == 0 && is_full(p, io.grad_float_mask, io.float_mask_size);
+  const bool writes_bias = column0 == 0 && takes_scores(p, io.grad_bias, io.bias_size);
+  const bool writes_mask = column0 == 0 && takes_scores(p, io.grad_float_mask, io.float_mask_size);
   const bool wants_alibi = io.grad_alibi_slopes.present && column0 == 0;
   T alibi_sum = T(0);
 

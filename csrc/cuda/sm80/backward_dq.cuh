@@ -261,8 +261,8 @@ struct BackwardDq {
     bool to_bias, to_mask;
 
     __device__ __forceinline__ ScoreGradients(const BackwardParams& params, int64_t b, int64_t h)
-        : p(params.problem), io(params.io), b(b), h(h), to_bias(has_all(io.grad_bias, io.bias_size)),
-          to_mask(has_all(io.grad_float_mask, io.float_mask_size)) {}
+        : p(params.problem), io(params.io), b(b), h(h), to_bias(takes_scores(p, io.grad_bias, io.bias_size)),
+          to_mask(takes_scores(p, io.grad_float_mask, io.float_mask_size)) {}
 
     // The lane's elements of a block.
     __device__ __forceinline__ void store(const ScoreBlock<false>& block, const FragmentC (&x)[2]) const {
@@ -295,11 +295,6 @@ struct BackwardDq {
           }
         }
       }
-    }
-
-    __device__ __forceinline__ bool has_all(const StridedView& grad, const int64_t (&size)[4]) const {
-      return grad.present && size[0] == p.batch && size[1] == p.heads_q && size[2] == p.len_q &&
-             size[3] == p.len_k;
     }
   };
 

@@ -2,7 +2,7 @@
 // they come from shared memory. With lane = threadIdx.x % 32, row = lane / 4 and column = 2 * (lane % 4):
 //
 //   FragmentA  16 x 16 halves   {(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)}, pairs
-//   FragmentB  16 x 8 halves    k runs down: {(k = column, n = row), (k = column + 8, n = row)}, pairs along k
+//   B          16 x 8 halves    k runs down: {(k = column, n = row), (k = column + 8, n = row)}, pairs along k
 //   FragmentC  16 x 8 floats    {(row, column), (row, column + 1), (row + 8, column), (row + 8, column + 1)}
 //
 // Two C fragments side by side, packed to halves, are one A fragment: so P goes from the first product into the second
@@ -15,10 +15,6 @@ namespace attn_ext::cuda {
 
 struct FragmentA {
   uint32_t reg[4];
-};
-
-struct FragmentB {
-  uint32_t reg[2];
 };
 
 struct FragmentC {

@@ -7,13 +7,11 @@
 namespace attn_ext::cuda {
 
 struct f16 {
-  // Largest finite value: probabilities above it would turn into infinity when packed.
-  static constexpr float kLargest = 65504.0f;
-  // How far the sum of a thread's probabilities of one tile may grow above a maximum that is out of date.
+  // How far the sum of a thread's probabilities of one tile may grow above a maximum that is out of date. Beyond 65504
+  // one of them would turn into infinity when packed.
   static constexpr float kOptimisticLimit = 32768.0f;
 };
 struct bf16 {
-  static constexpr float kLargest = 3.3895314e38f;
   // 2^30: hardly ever passed, and values up to 1e29 still sum up without overflow.
   static constexpr float kOptimisticLimit = 1073741824.0f;
 };
