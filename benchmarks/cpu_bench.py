@@ -158,7 +158,7 @@ def build_modules(case: Case, x: torch.Tensor) -> dict[str, Callable]:
 
 
 def gradient(out: torch.Tensor, leaves: list[torch.Tensor]) -> Callable:
-    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    grad = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)  # float16 cannot count the elements
     return functools.partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
 
 

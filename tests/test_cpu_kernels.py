@@ -99,6 +99,47 @@ def test_half_types_around_the_edges_of_tiles(dtype, options, len_q, len_k, dim,
 
 
 @pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("visible", ["causal", "window", "lengths", "full_mask", "key_mask", "strided_mask"])
+def test_half_types_where_only_visibility_modifies_the_logits(dtype, visible):
+    """The shortest way through AMX's backward: whole strips, strips cut by a rule, and strips nobody sees."""
+    torch.manual_seed(0)
+    q, k, v = qkv(2, 2, 450, 523, 40, heads_kv=1, dtype=dtype)
+    masks = torch.rand(2, 2, 450, 523) > 0.3
+    masks[:, :, 70:140, :300] = False
+    masks[:, :, 99] = False  # a row that sees nothing
+    options = {
+        "causal": {"causal": True},
+        "window": {"window": (37, 90)},
+        "lengths": {
+            "key_lengths": torch.tensor([300, 10]),
+            "query_lengths": torch.tensor([200, 450]),
+            "causal": True,
+        },
+        "full_mask": {"mask": masks},
+        "key_mask": {"mask": masks[:, :1, :1], "window": (200, 60)},
+        "strided_mask": {"mask": masks.transpose(2, 3).contiguous().transpose(2, 3)},
+    }[visible]
+    check(q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+def test_plain_half_backward_does_not_depend_on_the_number_of_threads(dtype, options):
+    q, k, v = qkv(1, 2, 450, 523, 40, heads_kv=1, dtype=dtype)
+
+    def gradients(threads):
+        torch.set_num_threads(threads)
+        try:
+            inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+            return torch.autograd.grad(attn_ext.attention(*inputs, **options).sin().sum(), inputs)
+        finally:
+            torch.set_num_threads(1)
+
+    for one, three in zip(gradients(1), gradients(3), strict=True):
+        assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("dtype", HALF)
 def test_subnormal_half_numbers(dtype):
     """AMX reads bfloat16's subnormals as 0. float16's are split into normal numbers and stay exact."""
     q, k, v = qkv(1, 1, 40, 50, 16, dtype=dtype)

@@ -33,7 +33,7 @@ struct Pairs {
   uint16_t* data;
   int64_t depth, part;  // depth there is room for; elements from part to part
   uint16_t* at(int p, int64_t k, int64_t j) const { return data + p * part + j * depth + k / 2 * kLd; }
-  Pairs from_column(int64_t j) const { return {at(0, 0, j), depth, part}; }
+  Pairs from(int64_t k, int64_t j) const { return {at(0, k, j), depth, part}; }
 };
 
 template <int parts>
@@ -79,14 +79,16 @@ ATTN_INLINE void multiply_tiles() {
   _tile_dpbf16ps(3, 5, 7);
 }
 
-// C[m][n] (+)= A[m][depth] B[depth][n]. With two parts the product of the second ones, 2^-16 of the whole, is left out
-// unless `exact`: the logits need it, for the LSE is a float32 result.
-template <int parts, bool exact = false>
-inline void tile_product(int64_t m, int64_t n, int64_t depth, const Rows& a, const Pairs& b, bool accumulate,
-                         float* c, int64_t ldc) {
+// C[m][n] (+)= A[m][k] B[k][n], for each block of C summed over the k of depths(i, j). With two parts the product of the
+// second ones, 2^-16 of the whole, is left out unless `exact`: the logits need it, for the LSE is a float32 result.
+template <int parts, bool exact = false, class Depths>
+inline void tile_product(int64_t m, int64_t n, const Depths& depths, const Rows& a, const Pairs& b,
+                         bool accumulate, float* c, int64_t ldc) {
   asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory: finish earlier stores
   for (int64_t j = 0; j < n; j += kTile) {
     for (int64_t i = 0; i < m; i += kTile) {
+      const KeyRange depth = depths(i, j);
+      if (accumulate && depth.begin >= depth.end) continue;
       float* block = c + i * ldc + j;
       if (accumulate) {
         _tile_loadd(0, block, 4 * ldc);
@@ -99,7 +101,7 @@ inline void tile_product(int64_t m, int64_t n, int64_t depth, const Rows& a, con
         _tile_zero(2);
         _tile_zero(3);
       }
-      for (int64_t k = 0; k < depth; k += kTile) {
+      for (int64_t k = depth.begin; k < depth.end; k += kTile) {
         if constexpr (parts == 2) {
           load_left(a, 1, i, k);
           if constexpr (exact) {
@@ -124,6 +126,14 @@ inline void tile_product(int64_t m, int64_t n, int64_t depth, const Rows& a, con
       _tile_stored(3, block + 16 * ldc + 16, 4 * ldc);
     }
   }
+}
+
+// The same over the whole depth.
+template <int parts, bool exact = false>
+inline void tile_product(int64_t m, int64_t n, int64_t depth, const Rows& a, const Pairs& b, bool accumulate,
+                         float* c, int64_t ldc) {
+  const auto all = [depth](int64_t, int64_t) { return KeyRange{0, depth}; };
+  tile_product<parts, exact>(m, n, all, a, b, accumulate, c, ldc);
 }
 
 // 2 x 16 floats to bfloat16. Two parts: the upper half of the bits, then what is left, rounded.
@@ -156,29 +166,52 @@ struct Packed {
   bool in_range;  // finite numbers are 0 or normal, and below 2^32
 };
 
-// Rows i0 .. i0+n of head (b, h); rows up to the next multiple of kTile and columns up to ld are 0. bfloat16 has one
-// part, float16 two.
+// Bits of infinity in bfloat16 and float16; of bfloat16's 2^-126 and 2^32 (all of float16 is in range).
 template <int parts>
-inline Packed pack_tile_rows(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
-                             const Rows& dst) {
-  const __m512i without_sign = _mm512_set1_epi16(0x7fff), zero = _mm512_setzero_si512();
-  const __m512i infinite = _mm512_set1_epi16(parts == 1 ? 0x7f80 : 0x7c00);
-  // Bits of bfloat16's 2^-126 and 2^32; all of float16 fits.
-  const __m512i normal = _mm512_set1_epi16(0x0080), limit = _mm512_set1_epi16(0x4f80);
+constexpr int16_t kInfiniteBits = parts == 1 ? 0x7f80 : 0x7c00;
+constexpr int16_t kNormalBits = 0x0080, kLimitBits = 0x4f80;
+
+// What tiles must know of n rows of half numbers.
+template <int parts>
+inline Packed classify(const uint16_t* src, int64_t step, int64_t n, int64_t width) {
+  const __m512i without_sign = _mm512_set1_epi16(0x7fff);
+  const __m512i infinite = _mm512_set1_epi16(kInfiniteBits<parts>);
+  const __m512i normal = _mm512_set1_epi16(kNormalBits), limit = _mm512_set1_epi16(kLimitBits);
   __mmask32 not_finite = 0, out_of_range = 0;
-  const uint16_t* src = reinterpret_cast<const uint16_t*>(m.at(b, h, i0, 0));
-  const int64_t step = m.stride[2];
   for (int64_t i = 0; i < n; i++, src += step) {
-    for (int64_t k = 0; k < dst.ld; k += kTile) {
-      const int64_t columns = min(kTile, width - k);
-      const __m512i x = _mm512_maskz_loadu_epi16(__mmask32((uint64_t{1} << columns) - 1), src + k);
-      const __m512i magnitude = x & without_sign;
+    for (int64_t k = 0; k < width; k += kTile) {
+      const __mmask32 columns = __mmask32((uint64_t{1} << min(kTile, width - k)) - 1);
+      const __m512i magnitude = _mm512_maskz_loadu_epi16(columns, src + k) & without_sign;
       const __mmask32 special = _mm512_cmpge_epu16_mask(magnitude, infinite);
       not_finite |= special;
       if constexpr (parts == 1) {
         out_of_range |= _mm512_cmpge_epu16_mask(magnitude, limit) & ~special;
         out_of_range |=
-            _mm512_mask_cmplt_epu16_mask(_mm512_test_epi16_mask(x, without_sign), magnitude, normal);
+            _mm512_mask_cmplt_epu16_mask(_mm512_test_epi16_mask(magnitude, magnitude), magnitude, normal);
+      }
+    }
+  }
+  return {not_finite == 0, out_of_range == 0};
+}
+
+// Rows i0 .. i0+n of head (b, h); rows up to the next multiple of kTile and columns up to ld are 0. bfloat16 has one
+// part, float16 two.
+template <int parts>
+inline Packed pack_tile_rows(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
+                             const Rows& dst) {
+  const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi16(1);
+  const uint16_t* const first = reinterpret_cast<const uint16_t*>(m.at(b, h, i0, 0));
+  const int64_t step = m.stride[2];
+  // Of all numbers without their sign. Of these less one, where 0 wraps around to the largest.
+  __m512i largest = zero, smallest = _mm512_set1_epi16(-1);
+  for (int64_t k = 0; k < dst.ld; k += kTile) {
+    const __mmask32 columns = __mmask32((uint64_t{1} << min(kTile, width - k)) - 1);
+    for (int64_t i = 0; i < n; i++) {
+      const __m512i x = _mm512_maskz_loadu_epi16(columns, first + i * step + k);
+      const __m512i magnitude = x & _mm512_set1_epi16(0x7fff);
+      largest = _mm512_max_epu16(largest, magnitude);
+      if constexpr (parts == 1) {
+        smallest = _mm512_min_epu16(smallest, _mm512_sub_epi16(magnitude, one));
         _mm512_storeu_si512(dst.at(0, i, k), x);
       } else {
         const __m512 x0 = _mm512_cvtph_ps(_mm512_castsi512_si256(x));
@@ -188,13 +221,14 @@ inline Packed pack_tile_rows(const StridedView& m, int64_t b, int64_t h, int64_t
         _mm512_storeu_si512(dst.at(1, i, k), (__m512i)_mm512_cvtne2ps_pbh(x1 - high1, x0 - high0));
       }
     }
-  }
-  for (int p = 0; p < parts; p++) {
-    for (int64_t i = n; i < round_up(n, kTile); i++) {
-      for (int64_t k = 0; k < dst.ld; k += kTile) _mm512_storeu_si512(dst.at(p, i, k), zero);
+    for (int p = 0; p < parts; p++) {
+      for (int64_t i = n; i < round_up(n, kTile); i++) _mm512_storeu_si512(dst.at(p, i, k), zero);
     }
   }
-  return {not_finite == 0, out_of_range == 0};
+  const bool ordinary =
+      _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(parts == 1 ? kLimitBits : kInfiniteBits<2>)) == 0 &&
+      _mm512_cmplt_epu16_mask(smallest, _mm512_set1_epi16(kNormalBits - 1)) == 0;
+  return ordinary ? Packed{true, true} : classify<parts>(first, step, n, width);
 }
 
 // Replaces what is not finite by 0, see pack.h. The last part tells.
@@ -212,50 +246,67 @@ inline void drop_non_finite(int64_t rows, const Rows& x) {
   }
 }
 
+// Two vectors of 16 side by side to 16 pairs.
+ATTN_INLINE __m512i pair_up(__m512i x) {
+  alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                           11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), x);
+}
+
+// 16 columns, j on, of rows k and k + 1 to parts in pairs.
+template <int parts>
+ATTN_INLINE void store_pairs(Vec<float> x0, Vec<float> x1, const Pairs& dst, int64_t k, int64_t j) {
+  const auto rounded = round_to_parts<parts>((__m512)x0, (__m512)x1);
+  for (int p = 0; p < parts; p++) _mm512_storeu_si512(dst.at(p, k, j), pair_up(rounded.part[p]));
+}
+
+// 32 columns, k on, of row i to parts.
+template <int parts>
+ATTN_INLINE void store_row(Vec<float> x0, Vec<float> x1, const Rows& dst, int64_t i, int64_t k) {
+  const auto rounded = round_to_parts<parts>((__m512)x0, (__m512)x1);
+  for (int p = 0; p < parts; p++) _mm512_storeu_si512(dst.at(p, i, k), rounded.part[p]);
+}
+
 // [rows][n] floats to parts.
 template <int parts>
 inline void round_rows(const float* src, int64_t ld, int64_t rows, int64_t n, const Rows& dst) {
   for (int64_t i = 0; i < rows; i++) {
     for (int64_t k = 0; k < n; k += kTile) {
-      const float* x = src + i * ld + k;
-      const auto rounded = round_to_parts<parts>(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16));
-      for (int p = 0; p < parts; p++) _mm512_storeu_si512(dst.at(p, i, k), rounded.part[p]);
+      store_row<parts>(load(src + i * ld + k), load(src + i * ld + k + 16), dst, i, k);
     }
   }
 }
 
-// kTile rows of n floats to parts in pairs, from depth k0 on.
+// [depth][n] floats to parts in pairs.
 template <int parts>
-inline void round_pairs(const float* src, int64_t ld, int64_t n, const Pairs& dst, int64_t k0) {
-  alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                           11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i interleave = _mm512_load_si512(kInterleave);
-  for (int64_t k = 0; k < kTile; k += 2) {
+inline void round_pairs(const float* src, int64_t ld, int64_t depth, int64_t n, const Pairs& dst) {
+  for (int64_t k = 0; k < depth; k += 2) {
     for (int64_t j = 0; j < n; j += 16) {
       const float* x = src + k * ld + j;
-      const auto rounded = round_to_parts<parts>(_mm512_loadu_ps(x), _mm512_loadu_ps(x + ld));
-      for (int p = 0; p < parts; p++) {
-        _mm512_storeu_si512(dst.at(p, k0 + k, j), _mm512_permutexvar_epi16(interleave, rounded.part[p]));
-      }
+      store_pairs<parts>(load(x), load(x + ld), dst, k, j);
     }
   }
 }
 
-// Rows [depth][n] to pairs: elements of rows k and k + 1 side by side.
-template <int parts>
-inline void interleave(int64_t depth, int64_t n, const Rows& src, const Pairs& dst) {
+// 32 columns, j on, of rows k and k + 1 to pairs.
+ATTN_INLINE void interleave(__m512i even, __m512i odd, const Pairs& dst, int part, int64_t k, int64_t j) {
   // unpack interleaves within lanes of 16 bytes; these put the lanes of both results in order.
   const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
   const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+  _mm512_storeu_si512(dst.at(part, k, j), _mm512_permutex2var_epi64(low, first, high));
+  _mm512_storeu_si512(dst.at(part, k, j + 16), _mm512_permutex2var_epi64(low, second, high));
+}
+
+// Rows [depth][n] to pairs.
+template <int parts>
+inline void interleave_rows(int64_t depth, int64_t n, const Rows& src, const Pairs& dst) {
   for (int p = 0; p < parts; p++) {
     for (int64_t j = 0; j < n; j += kTile) {
       for (int64_t k = 0; k < depth; k += 2) {
-        const __m512i even = _mm512_loadu_si512(src.at(p, k, j));
-        const __m512i odd = _mm512_loadu_si512(src.at(p, k + 1, j));
-        const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
-        _mm512_storeu_si512(dst.at(p, k, j), _mm512_permutex2var_epi64(low, first, high));
-        _mm512_storeu_si512(dst.at(p, k, j + 16), _mm512_permutex2var_epi64(low, second, high));
+        interleave(_mm512_loadu_si512(src.at(p, k, j)), _mm512_loadu_si512(src.at(p, k + 1, j)), dst, p, k,
+                   j);
       }
     }
   }

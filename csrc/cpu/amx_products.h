@@ -23,7 +23,7 @@ inline void scale_rows(float* score, int64_t ld, int64_t rows, int64_t n, float 
 
 // Zeros beyond `rows` and n, up to whole tiles: an infinity has made NaN of the padding of its other operand.
 inline void clear_padding(float* x, int64_t ld, int64_t rows, int64_t n) {
-  for (int64_t r = 0; r < kTile; r++) {
+  for (int64_t r = 0; r < round_up(rows, kTile); r++) {
     for (int64_t j = r < rows ? padded<float>(n) : 0; j < round_up(n, kTile); j += kLanes<float>) {
       store<float>(x + r * ld + j, Vec<float>{});
     }
@@ -64,7 +64,7 @@ class AmxForwardProducts {
     transpose_to_pairs<parts>(round_up(n, kTile), depth_, key, key_);
     const Rows value = scratch_rows<parts>(kStrip, kBlockKeys, ld_out);
     pack_in_range<parts>(p_.v, b, h_kv, j0, n, p_.dim_v, value, in_range_);
-    interleave<parts>(round_up(n, kTile), ld_out, value, value_);
+    interleave_rows<parts>(round_up(n, kTile), ld_out, value, value_);
   }
 
   // Whole tiles: keys beyond n have to be 0 up to the end of the last one.
@@ -98,10 +98,10 @@ class AmxForwardProducts {
 template <int parts>
 class AmxGradProducts {
  public:
-  // Larger than in products.h: each tile loads and stores blocks of dK, dV and dQ, which costs more than some of its
-  // products. S and dP of a strip are 32 KiB, to stay in the L1 cache until they are rounded.
+  // Larger than in products.h: each tile loads and stores blocks of dK and dV, which costs more than some of its
+  // products. Found by trying, as the strips.
   static constexpr int64_t kRows = 192, kKeys = 256;
-  static constexpr int64_t kStripRows = kTile, kStripKeys = 128;
+  static constexpr int64_t kStripRows = kTile, kStripKeys = kKeys;
 
   AmxGradProducts(const AttentionParams& p, const BackwardIO& io, bool* in_range)
       : ld_q(round_up(p.dim_qk, kTile)), ld_v(round_up(p.dim_v, kTile)), p_(p), io_(io), in_range_(in_range),
@@ -109,7 +109,7 @@ class AmxGradProducts {
         q_transposed_(scratch_rows<parts>(kQueryPanel, ld_q, kRows)),
         grad_out_(scratch_rows<parts>(kGradOut, kRows, ld_v)),
         grad_out_transposed_(scratch_rows<parts>(kGradOutPanel, ld_v, kRows)),
-        grad_scores_(scratch_rows<parts>(kProbRows, kRows, kKeys)),
+        grad_scores_(scratch_rows<parts>(kProbRows, kStripRows, kKeys)),
         key_transposed_(scratch_pairs<parts>(kKey, ld_q, kKeys)),
         key_(scratch_pairs<parts>(kKeyPanel, kKeys, ld_q)),
         value_transposed_(scratch_pairs<parts>(kValue, ld_v, kKeys)),
@@ -119,23 +119,23 @@ class AmxGradProducts {
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n, bool want_grad_q) {
     n_ = round_up(n, kTile);
     const Rows key = scratch_rows<parts>(kStrip, kKeys, ld_q);
-    const bool finite = pack_in_range<parts>(p_.k, b, h_kv, j0, n, p_.dim_qk, key, in_range_);
+    keys_finite_ = pack_in_range<parts>(p_.k, b, h_kv, j0, n, p_.dim_qk, key, in_range_);
     transpose_to_pairs<parts>(n_, ld_q, key, key_transposed_);
-    if (!finite) drop_non_finite<parts>(n_, key);
-    if (want_grad_q) interleave<parts>(n_, ld_q, key, key_);
+    if (!keys_finite_) drop_non_finite<parts>(n_, key);
+    if (want_grad_q) interleave_rows<parts>(n_, ld_q, key, key_);
     const Rows value = scratch_rows<parts>(kStrip, kKeys, ld_v);
-    pack_in_range<parts>(p_.v, b, h_kv, j0, n, p_.dim_v, value, in_range_);
+    if (!pack_in_range<parts>(p_.v, b, h_kv, j0, n, p_.dim_v, value, in_range_)) keys_finite_ = false;
     transpose_to_pairs<parts>(n_, ld_v, value, value_transposed_);
   }
 
   void set_queries(int64_t b, int64_t h, int64_t i0, int64_t rows, bool want_grad_kv) {
     rows_ = round_up(rows, kTile);
     want_grad_kv_ = want_grad_kv;
-    const bool finite = pack_in_range<parts>(p_.q, b, h, i0, rows, p_.dim_qk, q_, in_range_);
+    queries_finite_ = pack_in_range<parts>(p_.q, b, h, i0, rows, p_.dim_qk, q_, in_range_);
     grad_out_finite_ = pack_in_range<parts>(io_.grad_out, b, h, i0, rows, p_.dim_v, grad_out_, in_range_);
     if (want_grad_kv) {
       transpose_rows<parts>(rows_, ld_q, q_, q_transposed_);
-      if (!finite) drop_non_finite<parts>(ld_q, q_transposed_);
+      if (!queries_finite_) drop_non_finite<parts>(ld_q, q_transposed_);
       transpose_rows<parts>(rows_, ld_v, grad_out_, grad_out_transposed_);
     }
   }
@@ -147,35 +147,56 @@ class AmxGradProducts {
     }
   }
 
+  // The rows of the strips from `row` on see these keys of the tile, or some of them. The products leave out the rest,
+  // in whole tiles.
+  KeyRange meet(int64_t row, const KeyRange& visible) {
+    return seen_[row / kStripRows] = {visible.begin / kTile * kTile, round_up(visible.end, kTile)};
+  }
+
   void scores(const Strip& s, float* score) const {
-    tile_product<parts, true>(kTile, round_up(s.keys, kTile), ld_q, q_.from(s.row, 0),
-                              key_transposed_.from_column(s.key), false, score, kStripKeys);
+    multiply_scores(s, score);
     scale_rows(score, kStripKeys, s.rows, s.keys, float(p_.scale));
     clear_padding(score, kStripKeys, s.rows, s.keys);
   }
   void grad_probs(const Strip& s, float* grad) const {
-    tile_product<parts>(kTile, round_up(s.keys, kTile), ld_v, grad_out_.from(s.row, 0),
-                        value_transposed_.from_column(s.key), false, grad, kStripKeys);
+    multiply_grad_probs(s, grad);
     clear_padding(grad, kStripKeys, s.rows, s.keys);
   }
 
   void set_strip(const Strip& s, const float* prob, const float* grad) const {
     const int64_t keys = round_up(s.keys, kTile);
-    round_rows<parts>(grad, kStripKeys, kTile, keys, grad_scores_.from(s.row, s.key));
+    round_rows<parts>(grad, kStripKeys, round_up(s.rows, kTile), keys, grad_scores_.from(0, s.key));
     if (want_grad_kv_) {
-      round_pairs<parts>(prob, kStripKeys, keys, prob_pairs_.from_column(s.key), s.row);
-      round_pairs<parts>(grad, kStripKeys, keys, grad_pairs_.from_column(s.key), s.row);
+      round_pairs<parts>(prob, kStripKeys, round_up(s.rows, kTile), keys, prob_pairs_.from(s.row, s.key));
+      round_pairs<parts>(grad, kStripKeys, round_up(s.rows, kTile), keys, grad_pairs_.from(s.row, s.key));
     }
   }
 
+  // Where nothing modifies the logits and all operands are finite, the strip needs one pass from the products of the
+  // first kind to the operands of the second.
+  static constexpr bool kPlainStrips = true;
+  static constexpr int kExpDegree = PlainStrip<parts>::kExpDegree;
+  bool finite() const { return keys_finite_ && queries_finite_ && grad_out_finite_; }
+  void plain_strip(const Scores<float>& scores, const Strip& s, const PlainRows& rows, float* prob,
+                   float* grad) const {
+    multiply_scores(s, prob);
+    multiply_grad_probs(s, grad);
+    const Pairs prob_pairs = prob_pairs_.from(s.row, s.key), grad_pairs = grad_pairs_.from(s.row, s.key);
+    PlainStrip<parts>{
+        scores,     rows,       prob,         grad, kStripKeys, float(p_.scale), grad_scores_.from(0, s.key),
+        prob_pairs, grad_pairs, want_grad_kv_}
+        .compute();
+  }
+
   void add_grad_v(float* grad_v) const {
-    tile_product<parts>(ld_v, n_, rows_, grad_out_transposed_, prob_pairs_, true, grad_v, kKeys);
+    tile_product<parts>(ld_v, n_, rows_that_see(), grad_out_transposed_, prob_pairs_, true, grad_v, kKeys);
   }
   void add_grad_k(float* grad_k) const {
-    tile_product<parts>(ld_q, n_, rows_, q_transposed_, grad_pairs_, true, grad_k, kKeys);
+    tile_product<parts>(ld_q, n_, rows_that_see(), q_transposed_, grad_pairs_, true, grad_k, kKeys);
   }
-  void add_grad_q(float* grad_q, int64_t ld) const {
-    tile_product<parts>(rows_, ld_q, n_, grad_scores_, key_, true, grad_q, ld);
+  void add_grad_q(int64_t row, int64_t rows, float* grad_q, int64_t ld) const {
+    const auto seen = [this, row](int64_t, int64_t) { return seen_[row / kStripRows]; };
+    tile_product<parts>(round_up(rows, kTile), ld_q, seen, grad_scores_, key_, true, grad_q, ld);
   }
 
   float* key_rows(const float* grad, int64_t ld) const {
@@ -190,12 +211,36 @@ class AmxGradProducts {
   const int64_t ld_q, ld_v;
 
  private:
+  void multiply_scores(const Strip& s, float* score) const {
+    tile_product<parts, true>(round_up(s.rows, kTile), round_up(s.keys, kTile), ld_q, q_.from(s.row, 0),
+                              key_transposed_.from(0, s.key), false, score, kStripKeys);
+  }
+  void multiply_grad_probs(const Strip& s, float* grad) const {
+    tile_product<parts>(round_up(s.rows, kTile), round_up(s.keys, kTile), ld_v, grad_out_.from(s.row, 0),
+                        value_transposed_.from(0, s.key), false, grad, kStripKeys);
+  }
+
+  // The rows that see keys j .. j+kTile: one interval, since both ends of what a row sees grow with the row.
+  auto rows_that_see() const {
+    return [this](int64_t, int64_t j) {
+      KeyRange rows = {0, 0};
+      for (int64_t i = 0; i < rows_; i += kStripRows) {
+        const KeyRange seen = seen_[i / kStripRows];
+        if (j < seen.begin || j >= seen.end) continue;
+        if (rows.end == 0) rows.begin = i;
+        rows.end = min(i + kStripRows, rows_);
+      }
+      return rows;
+    };
+  }
+
   const TileShapes shapes_;
   const AttentionParams& p_;
   const BackwardIO& io_;
   bool* const in_range_;
   int64_t n_ = 0, rows_ = 0;
-  bool want_grad_kv_ = false, grad_out_finite_ = true;
+  bool want_grad_kv_ = false, keys_finite_ = true, queries_finite_ = true, grad_out_finite_ = true;
+  KeyRange seen_[kRows / kStripRows] = {};
   const Rows q_, q_transposed_, grad_out_, grad_out_transposed_, grad_scores_;
   const Pairs key_transposed_, key_, value_transposed_, prob_pairs_, grad_pairs_;
 };

@@ -104,13 +104,13 @@ class Backward {
         const int64_t rows = min(Products::kRows, scores.valid_queries() - i0);
         if (!meets(scores, i0, rows, j0, n)) continue;
         tile.set_queries(b, h, i0, rows, true);
-        tile.compute(scores, [&](const Strip& strip) {
+        const auto use = [&](const Strip& strip) {
           if (want_alibi_) alibi -= weighted_distance(tile, strip);
           add_to_bias(tile, b, h, strip);
-        });
+        };
+        tile.compute(scores, use, grad_q == nullptr ? nullptr : grad_q + g * head_stride + i0 * ld, ld);
         if (want_v_) products.add_grad_v(grad_v);
         if (want_k_) products.add_grad_k(grad_k);
-        if (grad_q != nullptr) products.add_grad_q(grad_q + g * head_stride + i0 * ld, ld);
       }
       if (want_alibi_) alibi_parts_[(b * p_.heads_q + h) * key_blocks_ + block] = alibi;
     }
@@ -139,8 +139,7 @@ class Backward {
         const int64_t tile_rows = min(Products::kRows, valid - r0);
         if (!meets(scores, i0 + r0, tile_rows, j0, n)) continue;
         tile.set_queries(b, h, i0 + r0, tile_rows, false);
-        tile.compute(scores, [](const Strip&) {});
-        tile.products.add_grad_q(grad_q + r0 * ld, ld);
+        tile.compute(scores, [](const Strip&) {}, grad_q + r0 * ld, ld);
       }
     }
     write_scaled(io_.grad_q, b, h, i0, rows, p_.dim_qk, grad_q, ld, T(p_.scale));

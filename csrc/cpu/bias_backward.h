@@ -38,7 +38,7 @@ void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowStat
             const KeyRange range = scores.visible(i0, rows);
             if (range.begin >= j0 + tile.n || range.end <= j0) continue;
             tile.set_queries(b, h, i0, rows, false);
-            tile.compute(scores, [&](const Strip& s) {
+            const auto use = [&](const Strip& s) {
               for (int64_t r = 0; r < s.rows; r++) {
                 const T* grad = tile.grad + r * Products::kStripKeys;
                 double* target = sum + (over_rows ? 0 : i0 - i_begin + s.row + r) * columns_out;
@@ -48,7 +48,8 @@ void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowStat
                   for (int64_t j = 0; j < s.keys; j++) target[j0 - j_begin + s.key + j] += double(grad[j]);
                 }
               }
-            });
+            };
+            tile.compute(scores, use, nullptr, 0);
           }
         }
       }

@@ -66,7 +66,7 @@ class ForwardUnit {
   void softmax_row(T* s, int64_t n, int64_t r) {
     constexpr int lanes = kLanes<T>;
     Vec<T> largest = load(s);
-    for (int64_t j = lanes; j < n; j += lanes) largest = max(largest, load(s + j));
+    for (int64_t j = lanes; j < n; j += lanes) largest = max<T>(largest, load(s + j));
     const T before = max_[r], block_max = reduce_max<T>(largest);
     const T now = block_max > before ? block_max : before;
     const T reference =

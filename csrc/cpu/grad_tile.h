@@ -48,24 +48,32 @@ class GradTile {
   }
 
   // Hands P and dS to the products, in strips of the size these like. use(strip) is called when `prob` has factor * P
-  // and `grad` has dS, the gradient of the logits, of that strip.
+  // and `grad` has dS, the gradient of the logits, of that strip. Adds to dQ [rows][ld] where it is not null.
   template <class Use>
-  void compute(const Scores<T>& scores, const Use& use) {
+  void compute(const Scores<T>& scores, const Use& use, T* grad_q, int64_t ld) {
+    const bool is_plain = plain();
     for (int64_t r = 0; r < rows; r++) prob_sum_[r] = T(0);
     for (int64_t r0 = 0; r0 < rows; r0 += Products::kStripRows) {
-      const KeyRange range = scores.visible(i0 + r0, min(Products::kStripRows, rows - r0));
-      for (int64_t c0 = 0; c0 < n; c0 += Products::kStripKeys) {
-        const Strip strip = {r0, min(Products::kStripRows, rows - r0), c0, min(Products::kStripKeys, n - c0)};
-        if (range.begin >= j0 + c0 + strip.keys || range.end <= j0 + c0) {
-          for (int64_t x = 0; x < Products::kStripRows * Products::kStripKeys; x++) prob[x] = grad[x] = T(0);
-        } else {
-          compute_strip(scores, strip);
-          use(strip);
-          if (cap_slope_ != nullptr) pass_cap(strip.rows);
+      const int64_t strip_rows = min(Products::kStripRows, rows - r0);
+      const KeyRange range = scores.visible(i0 + r0, strip_rows);
+      const int64_t begin = max(0, min(range.begin - j0, n)), end = max(begin, min(range.end - j0, n));
+      const KeyRange keys = products.meet(r0, {begin, end});
+      for (int64_t c0 = keys.begin; c0 < min(keys.end, n); c0 += Products::kStripKeys) {
+        const Strip strip = {r0, strip_rows, c0, min(Products::kStripKeys, min(keys.end, n) - c0)};
+        if constexpr (Products::kPlainStrips) {
+          if (is_plain) {
+            products.plain_strip(scores, strip, plain_rows(strip), prob, grad);
+            continue;
+          }
         }
+        compute_strip(scores, strip);
+        use(strip);
+        if (cap_slope_ != nullptr) pass_cap(strip.rows);
         products.set_strip(strip, prob, grad);
       }
+      if (grad_q != nullptr) products.add_grad_q(r0, strip_rows, grad_q + r0 * ld, ld);
     }
+    if (is_plain) return;
     for (int64_t r = 0; want_grad_kv_ && r < rows; r++) {
       if (prob_sum_[r] == T(0)) products.drop_grad_out(r);
     }
@@ -73,6 +81,25 @@ class GradTile {
 
  private:
   static constexpr int64_t kLd = Products::kStripKeys;
+
+  // Whether P and dS need no more than the products, the rows' LSE and delta, and one mask: no term of the logits, no
+  // dropout, and no NaN or infinity to be kept from rows that do not see it.
+  bool plain() const {
+    if constexpr (Products::kPlainStrips) {
+      const bool terms =
+          p_.bias.present || p_.float_mask.present || p_.alibi_slopes.present || has_cap<T>(p_);
+      const bool mask = !p_.bool_mask.present || p_.bool_mask.stride[3] == 1;
+      return !terms && mask && p_.dropout.threshold == 0 && products.finite();
+    }
+    return false;
+  }
+
+  PlainRows plain_rows(const Strip& s) const {
+    const int64_t i = i0 + s.row, j = j0 + s.key;
+    const char* mask = p_.bool_mask.present ? p_.bool_mask.at(b_, h_, i, j) : nullptr;
+    return {
+        i, s.rows, j, s.keys, max_ + s.row, log_sum_ + s.row, delta_ + s.row, mask, p_.bool_mask.stride[2]};
+  }
 
   // Both routes of the backward (backward.h) must have the same bits.
   ATTN_ONE_COPY void compute_strip(const Scores<T>& scores, const Strip& s) {
@@ -100,12 +127,10 @@ class GradTile {
       for (int64_t j = s.keys; j < padded<T>(s.keys); j++) factor[j] = T(0);
     }
     T *p_row = prob + row * kLd, *g_row = grad + row * kLd;
-    const T row_max = max_[r], log_sum = log_sum_[r], delta = delta_[r];
+    const T row_max = max_[r], minus_log2 = log_sum_[r] * T(-kLog2E), delta = delta_[r];
     Vec<T> total = {};
     for (int64_t j = 0; j < padded<T>(s.keys); j += kLanes<T>) {
-      // At most 0 but for rounding, which grows with the logits.
-      const Vec<T> exponent = load(p_row + j) - row_max - log_sum;
-      const Vec<T> p = exp<T>(exponent > T(0) ? Vec<T>{} : exponent);
+      const Vec<T> p = recomputed_prob<T, Products::kExpDegree>(load(p_row + j), row_max, minus_log2);
       total += p;
       Vec<T> dp = load(g_row + j), dropped = p;
       if (drops) {

@@ -10,6 +10,7 @@
 #include "products.h"
 #ifdef ATTN_AMX
 #include "amx.h"
+#include "amx_strips.h"
 #include "amx_products.h"
 #endif
 #include "forward.h"

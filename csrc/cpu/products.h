@@ -74,6 +74,8 @@ class GradProducts {
  public:
   static constexpr int64_t kRows = 96, kKeys = 128;
   static constexpr int64_t kStripRows = kRows, kStripKeys = kKeys;
+  static constexpr bool kPlainStrips = false;  // see amx_products.h
+  static constexpr int kExpDegree = SimdTypes<T>::kExpDegree;
 
   GradProducts(const AttentionParams& p, const BackwardIO& io, bool* /* in_range */)
       : ld_q(padded<T>(p.dim_qk)), ld_v(padded<T>(p.dim_v)), p_(p), io_(io), few_(p.len_q <= kFewQueries) {
@@ -117,6 +119,9 @@ class GradProducts {
     }
   }
 
+  // The keys of the tile that the rows from `row` on have to meet, when they see some of these.
+  KeyRange meet(int64_t /* row */, const KeyRange& /* visible */) const { return {0, n_}; }
+
   // scale * Q K^T and dO V^T of a strip.
   void scores(const Strip& /* all */, T* score) const {
     if (few_) {
@@ -144,9 +149,9 @@ class GradProducts {
   void add_grad_k(T* grad_k) const {
     matmul<T, true>(n_, p_.dim_qk, rows_, grad_scores_, kKeys, q_panels_, true, grad_k, ld_q);
   }
-  // grad_q[rows][ld] += dS K
-  void add_grad_q(T* grad_q, int64_t ld) const {
-    matmul<T, false>(rows_, p_.dim_qk, n_, grad_scores_, kKeys, key_panels_, true, grad_q, ld);
+  // grad_q[rows][ld] += dS K, for the rows of the strips that came last.
+  void add_grad_q(int64_t /* row */, int64_t rows, T* grad_q, int64_t ld) const {
+    matmul<T, false>(rows, p_.dim_qk, n_, grad_scores_, kKeys, key_panels_, true, grad_q, ld);
   }
 
   // What grad_k or grad_v holds, as rows [kKeys][ld].

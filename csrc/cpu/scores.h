@@ -119,6 +119,13 @@ class Scores {
   T slope_ = 0;
 };
 
+// exp(logit - LSE), the LSE as a row's maximum and -log2 of the rest. The exponent is at most 0 but for rounding, which
+// grows with the logits. NaN stays.
+template <class T, int degree>
+ATTN_INLINE Vec<T> recomputed_prob(Vec<T> logit, T max, T minus_log2) {
+  return exp2<T, degree>(min<T>(Vec<T>{}, (logit - max) * T(kLog2E) + minus_log2));
+}
+
 // Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for groups of eight keys:
 // counter (j / 8, i, h, b), key from the generator; four 32-bit words give eight 16-bit numbers. Writes the factor
 // of each probability, 0 or 1 / (1 - p), for keys j0 .. j0+n of query i. j0 is a multiple of 8.

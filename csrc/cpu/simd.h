@@ -60,9 +60,20 @@ ATTN_INLINE void store(T* p, Vec<T> x) {
   *reinterpret_cast<typename SimdTypes<T>::Unaligned*>(p) = x;
 }
 
-template <class V>
-ATTN_INLINE V max(V a, V b) {
-  return a > b ? a : b;  // a NaN in a is dropped; callers that care look at the sum of exponentials
+// A NaN in a is dropped, one in b stays.
+template <class T>
+ATTN_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
+#if ATTN_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_max_ps((__m512)a, (__m512)b);
+#endif
+  return a > b ? a : b;
+}
+template <class T>
+ATTN_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
+#if ATTN_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_min_ps((__m512)a, (__m512)b);
+#endif
+  return a < b ? a : b;
 }
 
 template <class T>
@@ -107,7 +118,7 @@ ATTN_INLINE T reduce_max(Vec<T> x) {
   if constexpr (distance == 0) {
     return x[0];
   } else {
-    return reduce_max<T, distance / 2>(max(x, shuffle<T>(x, x, ButterflyIndex<distance>{})));
+    return reduce_max<T, distance / 2>(max<T>(x, shuffle<T>(x, x, ButterflyIndex<distance>{})));
   }
 }
 template <class T, int distance = kLanes<T> / 2>
@@ -154,20 +165,20 @@ constexpr T taylor_exp2(int k) {
   for (int i = 1; i <= k; i++) c *= 0.69314718055994530942 / i;
   return T(c);
 }
-template <class T, int k>
+template <class T, int k, int degree = SimdTypes<T>::kExpDegree>
 ATTN_INLINE Vec<T> exp2_series(Vec<T> f) {
-  if constexpr (k == SimdTypes<T>::kExpDegree) {
+  if constexpr (k == degree) {
     return splat<T>(taylor_exp2<T>(k));
   } else {
     constexpr T c = taylor_exp2<T>(k);
-    return exp2_series<T, k + 1>(f) * f + c;
+    return exp2_series<T, k + 1, degree>(f) * f + c;
   }
 }
-template <class T>
+template <class T, int degree = SimdTypes<T>::kExpDegree>
 ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   using S = SimdTypes<T>;
   const Vec<T> shifted = x + S::kMagic, n = shifted - S::kMagic;
-  const Vec<T> p = exp2_series<T, 0>(x - n);
+  const Vec<T> p = exp2_series<T, 0, degree>(x - n);
 #if ATTN_VECTOR_BYTES == 64
   if constexpr (sizeof(T) == 4) {  // one instruction for p * 2^n, one mask for "not less than" (true for NaN)
     return (Vec<T>)_mm512_maskz_scalef_ps(

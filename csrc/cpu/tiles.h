@@ -30,6 +30,14 @@ struct Strip {
   int64_t row, rows, key, keys;
 };
 
+// What products that do a strip's softmax themselves must know of it: grad_tile.h, plain().
+struct PlainRows {
+  int64_t i0, rows, j0, keys;          // its queries and keys in the head
+  const float *max, *log_sum, *delta;  // of each row, see RowState
+  const char* mask;  // 1 = may attend; of the first query and key, keys side by side; or null
+  int64_t mask_stride;
+};
+
 enum Slot {
   kQuery,
   kQueryPanel,
