@@ -37,14 +37,33 @@ def check_tensor(name, t):
 
 
 def is_plain(q, k, v):
-    """Whether these are ordinary 4-D tensors with data, in eager code without autocast, as in most calls."""
+    """Whether these are ordinary 4-D tensors with data, in eager code, without autocast or TF32."""
     return (
         not torch.compiler.is_compiling()
         and type(q) is type(k) is type(v) is torch.Tensor
         and q.dim() == 4
-        and not (q.is_meta or k.is_meta or v.is_meta)
+        and (q.is_cpu or not (q.is_meta or allows_tf32(q)))
+        and not (k.is_meta or v.is_meta)
         and not torch._C._is_any_autocast_enabled()
     )
+
+
+def allows_tf32(q):
+    """Whether products may round their operands to TF32: torch's switch, which is about float32 on a GPU."""
+    return q.is_cuda and q.dtype == torch.float32 and tf32_switch()
+
+
+def tf32_switch():
+    """torch.backends.cuda.matmul.allow_tf32, which torch.set_float32_matmul_precision sets too.
+
+    It is read as fp32_precision: once a program has set it by that name, torch refuses to read allow_tf32.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# Dynamo calls the function where it cannot trace it; code that it compiled is guarded by the switch as it is.
+# torch.compiler.assume_constant_result does the same, but imports Dynamo for it.
+tf32_switch._dynamo_marked_constant = True
 
 
 def qkv(q, k, v, names=("q", "k", "v")):

@@ -24,7 +24,7 @@ SECOND_DERIVATIVE_SCORES = 1 << 22
 
 
 class Options(NamedTuple):
-    """The plain numbers of a call, in the ops' order."""
+    """The plain numbers of a call, in the ops' order; allow_tf32 comes after the tensors there."""
 
     scale: float  # of q . k
     causal: int = 0  # 0: no, 1: upper left, 2: lower right
@@ -32,6 +32,11 @@ class Options(NamedTuple):
     window_left: int = -1  # keys to the left of the diagonal, -1: all
     window_right: int = -1  # keys to the right of it, -1: all
     dropout_p: float = 0.0
+    allow_tf32: bool = False  # arguments.allows_tf32, kept for the backward: it needs the forward's scores
+
+    def with_tensors(self, *tensors):
+        """What the ops take at their end: the numbers, the 8 optional tensors, allow_tf32."""
+        return (*self[:6], *tensors, self.allow_tf32)
 
     def of_scores(self):
         """Those that shape the scores, as keyword arguments of :mod:`attn_ext.reference`."""
@@ -61,13 +66,13 @@ def attention(
         # gradient without a word. It cannot trace this question there, so the graph breaks and eager code
         # answers.
         torch._C._functorch.maybe_current_level()
-        return _Attention.apply(*tensors[:3], *options, *tensors[3:])
+        return _Attention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
     if in_transform():
         # The Function refuses what it cannot do; the raw op would drop a tangent without a word.
-        return _Attention.apply(*tensors[:3], *options, *tensors[3:])
+        return _Attention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return _EagerAttention.apply(*tensors[:3], *options, *tensors[3:])
-    return _below_autograd(_forward_op, *tensors[:3], *options, *tensors[3:])
+        return _EagerAttention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
+    return _below_autograd(_forward_op, *tensors[:3], *options.with_tensors(*tensors[3:]))
 
 
 def in_transform():
@@ -103,10 +108,10 @@ def _below_autograd(op, *args):
 
 
 def _save_forward(ctx, inputs, output):
-    q, k, v, *options = inputs[:9]
-    ctx.options = Options(*options)
+    q, k, v, *numbers = inputs[:9]
+    ctx.options = Options(*numbers, *inputs[17:])
     out, _, lse_parts = output
-    ctx.save_for_backward(q, k, v, *inputs[9:], out, lse_parts)
+    ctx.save_for_backward(q, k, v, *inputs[9:17], out, lse_parts)
     ctx.mark_non_differentiable(lse_parts)
     ctx.set_materialize_grads(False)
 
@@ -114,18 +119,18 @@ def _save_forward(ctx, inputs, output):
 def _forward_backward(ctx, grad_out, grad_lse, _):
     q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest, out, lse_parts = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
-        return (None,) * 17
+        return (None,) * 18
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    needs = _needs(ctx, 17)
+    needs = _needs(ctx, 18)
     wanted = (*needs[:3], *needs[9:11], *needs[12:14])  # the differentiable ones
     output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
     grads = _gradients(
-        grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, *ctx.options, bias, float_mask, bool_mask,
-        alibi_slopes, sinks, *rest,
+        grad_out, grad_lse, q, k, v, out, lse_parts, output_mask,
+        *ctx.options.with_tensors(bias, float_mask, bool_mask, alibi_slopes, sinks, *rest),
     )  # fmt: skip
     grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
-    return (*grads[:3], *(None,) * 6, *grads[3:5], None, *grads[5:], None, None, None)
+    return (*grads[:3], *(None,) * 6, *grads[3:5], None, *grads[5:], None, None, None, None)
 
 
 def _gradients(*args):
@@ -146,8 +151,8 @@ def _needs(ctx, n):
 
 
 def _save_backward(ctx, inputs, output):
-    ctx.output_mask, ctx.options = inputs[7], Options(*inputs[8:14])
-    ctx.save_for_backward(*inputs[:7], *inputs[14:])
+    ctx.output_mask, ctx.options = inputs[7], Options(*inputs[8:14], *inputs[22:])
+    ctx.save_for_backward(*inputs[:7], *inputs[14:22])
     ctx.set_materialize_grads(False)
 
 
@@ -155,7 +160,7 @@ def _backward_backward(ctx, *cotangents):
     grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = (
         ctx.saved_tensors
     )
-    needs = _needs(ctx, 22)
+    needs = _needs(ctx, 23)
     # without out and lse_parts, which are functions of the others
     wanted = (*needs[:5], *needs[14:16], *needs[17:19])
     problem = _Problem(
@@ -163,12 +168,12 @@ def _backward_backward(ctx, *cotangents):
     )
     cotangents = [c if ctx.output_mask >> n & 1 else None for n, c in enumerate(cotangents)]
     if all(c is None for c in cotangents):
-        return (None,) * 22
+        return (None,) * 23
     if torch.is_grad_enabled():
         grads = problem.differentiate(cotangents, wanted)
     else:
         grads = problem.differentiate_in_parts(cotangents, wanted)
-    return (*grads[:5], *(None,) * 9, *grads[5:7], None, *grads[7:], None, None, None)
+    return (*grads[:5], *(None,) * 9, *grads[5:7], None, *grads[7:], None, None, None, None)
 
 
 class _Attention(torch.autograd.Function):
@@ -179,11 +184,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         q, k, v, scale, causal, softcap, window_left, window_right, dropout_p, bias, float_mask, bool_mask,
-        alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
+        alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32,
     ):  # fmt: skip
         return _below_autograd(
             _forward_op, q, k, v, scale, causal, softcap, window_left, window_right, dropout_p, bias,
-            float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
+            float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32,
         )  # fmt: skip
 
     setup_context = staticmethod(_save_forward)
@@ -221,7 +226,7 @@ class _PlainAttention(torch.autograd.Function):
         q, k, v, out, lse_parts = ctx.saved_tensors
         args = (grad_out, None, q, k, v, out, lse_parts, output_mask, ctx.scale, ctx.causal)
         if torch.is_grad_enabled():
-            grads = _gradients(*args, *Options(*args[8:])[2:], *(None,) * 8)
+            grads = _gradients(*args[:8], *Options(*args[8:]).with_tensors(*(None,) * 8))
         else:
             grads = _below_autograd(_backward_op, *args)
         return (*(g if need else None for g, need in zip(grads, wanted, strict=False)), None, None)

@@ -40,7 +40,9 @@ def attention(
 
     Args:
         q: (B, Hq, Nq, D); float64, float32, bfloat16 or float16, the same for q, k, v. Any strides; a last
-            dimension that is not contiguous costs a copy.
+            dimension that is not contiguous costs a copy. float32 is computed in float32, but on a GPU, where
+            torch's switch allows it at the time of the call, with products in TF32, forward and backward
+            (``torch.backends.cuda.matmul.allow_tf32``, ``torch.set_float32_matmul_precision("high")``).
         k: (B, Hkv, Nk, D). Hq must be a multiple of Hkv: query head h uses key head h // (Hq / Hkv).
         v: (B, Hkv, Nk, Dv).
         mask: broadcasts to (B, Hq, Nq, Nk), read through its strides. bool: True = may attend. Floating:
@@ -294,5 +296,6 @@ def _resolve(
         arguments.cap(softcap),
         *arguments.window_sides(window),
         arguments.probability(dropout_p),
+        arguments.allows_tf32(q),
     )
     return (bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths), options

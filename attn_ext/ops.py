@@ -12,7 +12,7 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
   back with 0 elements.
 
 <options> are the numbers of :class:`attn_ext.autograd.Options`, then bias, float_mask, bool_mask,
-alibi_slopes, sinks, key_lengths, query_lengths, rng_state.
+alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32 (only float32 on CUDA looks at it).
 """
 
 import torch

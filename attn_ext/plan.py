@@ -61,7 +61,7 @@ class LaunchPlan:
 
 def launch_plan(
     q, k, v, *, direction="forward", arch="sm_80", multiprocessors=None, out=None, lse=None, grad_out=None,
-    grad_lse=None, **options,
+    grad_lse=None, allow_tf32=None, **options,
 ):  # fmt: skip
     """Which CUDA kernels a call of :func:`attn_ext.attention` would launch, and how. Launches nothing.
 
@@ -74,6 +74,8 @@ def launch_plan(
         out, lse: backward only: what the forward returned. lse is (B, Hq, Nq), or (B, Hq, Nq, 2): the two
             parts of it that attention's own backward uses, ``results["lse_parts"]`` of a forward plan.
         grad_out, grad_lse: backward only: their gradients; grad_lse may be None.
+        allow_tf32: whether products of float32 may be in TF32; None: as torch's switch says
+            (``torch.backends.cuda.matmul.allow_tf32``), whatever device the tensors are on.
         **options: those of attention() that shape the result (mask, bias, causal, dropout_p, ...).
 
     Returns:
@@ -85,7 +87,11 @@ def launch_plan(
     if arch not in MULTIPROCESSORS:
         raise arguments.ArgumentValueError(f"arch must be one of {', '.join(MULTIPROCESSORS)}, got {arch!r}")
     q, k, v, terms, rng_state, numbers = functional.resolve(q, k, v, **options)
-    call = (*numbers, *terms, rng_state)
+    if allow_tf32 is None:
+        allow_tf32 = arguments.tf32_switch()
+    elif not isinstance(allow_tf32, bool):
+        raise arguments.ArgumentValueError(f"allow_tf32 must be None, True or False, got {allow_tf32!r}")
+    call = numbers._replace(allow_tf32=allow_tf32).with_tensors(*terms, rng_state)
     if multiprocessors is None:
         multiprocessors = MULTIPROCESSORS[arch]
     elif not isinstance(multiprocessors, int) or multiprocessors < 1:

@@ -129,8 +129,8 @@ class _ColumnSums(torch.autograd.Function):
     ):
         ones, no_value = q.new_ones((*q.shape[:3], 1)), k.new_zeros((*k.shape[:3], 1))
         terms = (bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, None)
-        args = (ones, None, q, k, no_value, torch.zeros_like(ones), lse_parts, 1 << 2, *options, *terms)
-        return _differentiable("attention_backward", *args)[2].squeeze(-1)
+        args = (ones, None, q, k, no_value, torch.zeros_like(ones), lse_parts, 1 << 2)
+        return _differentiable("attention_backward", *args, *options.with_tensors(*terms))[2].squeeze(-1)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -141,13 +141,14 @@ class _ColumnSums(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, lse_parts, *terms = ctx.saved_tensors
         v = grad[..., None]
+        options = ctx.options.with_tensors(*terms, None)
         with torch.no_grad():  # to the backward, out and lse_parts are functions of the others
-            out, _, _ = _differentiable("attention_forward", q, k, v, *ctx.options, *terms, None)
+            out, _, _ = _differentiable("attention_forward", q, k, v, *options)
         needs = ctx.needs_input_grad
         # the ops' order: q, k, v, bias, float_mask, alibi_slopes, sinks
         wanted = (*needs[:2], False, *needs[3:5], *needs[6:8])
         output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
-        args = (torch.ones_like(out), None, q, k, v, out, lse_parts, output_mask, *ctx.options, *terms, None)
+        args = (torch.ones_like(out), None, q, k, v, out, lse_parts, output_mask, *options)
         grads = _differentiable("attention_backward", *args)
         grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
         return (*grads[:5], None, *grads[5:], None, None, None)

@@ -72,6 +72,7 @@ struct AttentionParams {
   Causal causal = Causal::kNone;
   int64_t window_left = -1, window_right = -1;  // -1 = open
   Dropout dropout;
+  bool allow_tf32 = false;  // float32 on CUDA: products may round their operands, for the tensor cores
 
   ATTN_HOST_DEVICE int64_t group() const { return heads_q / heads_kv; }  // query heads that share a KV head
   // Query i stands at key position i + offset: the diagonal of causal and window rules.

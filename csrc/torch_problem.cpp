@@ -197,6 +197,7 @@ AttentionParams make_params(Memory& memory, const Tensor& q, const Tensor& k, co
     STD_TORCH_CHECK(rng_state.has_value(), "attn_ext: dropout needs rng_state");
     p.dropout.rng_state = memory.integers(rng_state, 2, "rng_state");
   }
+  p.allow_tf32 = allow_tf32;
   return p;
 }
 

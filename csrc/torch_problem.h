@@ -27,15 +27,15 @@ using Extents = torch::headeronly::IntHeaderOnlyArrayRef;
   "float scale=1.0, int causal=0, float softcap=0.0, int window_left=-1, int window_right=-1, "           \
   "float dropout_p=0.0, Tensor? bias=None, Tensor? float_mask=None, Tensor? bool_mask=None, "             \
   "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_lengths=None, Tensor? query_lengths=None, " \
-  "Tensor? rng_state=None"
+  "Tensor? rng_state=None, bool allow_tf32=False"
 #define ATTN_OPTION_PARAMETERS                                                                               \
   double scale, int64_t causal, double softcap, int64_t window_left, int64_t window_right, double dropout_p, \
       const OptionalTensor &bias, const OptionalTensor &float_mask, const OptionalTensor &bool_mask,         \
       const OptionalTensor &alibi_slopes, const OptionalTensor &sinks, const OptionalTensor &key_lengths,    \
-      const OptionalTensor &query_lengths, const OptionalTensor &rng_state
+      const OptionalTensor &query_lengths, const OptionalTensor &rng_state, bool allow_tf32
 #define ATTN_OPTIONS                                                                                       \
   scale, causal, softcap, window_left, window_right, dropout_p, bias, float_mask, bool_mask, alibi_slopes, \
-      sinks, key_lengths, query_lengths, rng_state
+      sinks, key_lengths, query_lengths, rng_state, allow_tf32
 
 // Memory of one call: views of its tensors, checked to lie on one device, and new tensors on it. Copies made here (last
 // stride not 1, addresses not aligned) live as long as this object: as long as the call.

@@ -97,14 +97,16 @@ def _disjoint(buffers):
     return merged
 
 
-def attention_on(device, arch="sm_80", multiprocessors=None, modules=module, **launch_options):
+def attention_on(
+    device, arch="sm_80", multiprocessors=None, modules=module, allow_tf32=False, **launch_options
+):
     """A function like attn_ext.attention(..., return_lse=True) that runs on "ptxrun" or "cuda".
 
-    Tensors are on the CPU. For ptxrun only: arch and multiprocessors as for launch_plan, modules and
-    launch_options as for carry_out.
+    Tensors are on the CPU. allow_tf32: torch's switch. For ptxrun only: arch and multiprocessors as for
+    launch_plan, modules and launch_options as for carry_out.
     """
     if device == "cuda":
-        return _on_cuda
+        return functools.partial(_on_cuda, allow_tf32)
 
     def run(plan):
         carry_out(plan, arch, modules, **launch_options)
@@ -115,17 +117,22 @@ def attention_on(device, arch="sm_80", multiprocessors=None, modules=module, **l
         for name in ("mask", "bias", "alibi_slopes", "sinks"):
             if options.get(name) is not None:
                 tensors[name] = options.pop(name)
-        target = {"arch": arch, "multiprocessors": multiprocessors}
+        target = {"arch": arch, "multiprocessors": multiprocessors, "allow_tf32": allow_tf32}
         return _Planned.apply(run, {**options, **target}, tuple(tensors), *tensors.values())
 
     return attention
 
 
-def _on_cuda(q, k, v, *, return_lse=True, **options):
+def _on_cuda(allow_tf32, q, k, v, *, return_lse=True, **options):
     options = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     if options.get("generator") is not None:
         options["generator"] = generator("cuda", options["generator"].initial_seed())
-    out, lse = attn_ext.attention(q.cuda(), k.cuda(), v.cuda(), return_lse=True, **options)[:2]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+    try:
+        out, lse = attn_ext.attention(q.cuda(), k.cuda(), v.cuda(), return_lse=True, **options)[:2]
+    finally:
+        torch.set_float32_matmul_precision(before)
     return out.cpu(), lse.cpu()
 
 

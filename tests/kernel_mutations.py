@@ -17,7 +17,10 @@ import torch
 from kernel_lines import described
 from ptxrun import mutate
 
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
+DTYPES = {
+    **{"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64},
+    "tf32": torch.float32,
+}
 
 
 class Mutation(NamedTuple):
@@ -78,14 +81,15 @@ def _run(kernel, module, cases, arch):
         return module if name == kernel else cuda_kernels.module(name, architecture)
 
     for case in cases:
-        case(cuda_kernels.attention_on("ptxrun", arch, modules=modules))
+        case(cuda_kernels.attention_on("ptxrun", arch, modules=modules, allow_tf32="tf32" in kernel))
 
 
-def cases_of(dtype, dim, *, backward, full, few_queries=False):
-    """Problems of several tiles in both directions, ragged, in and outside a band."""
+def cases_of(dtype, dim, *, backward, full, few_queries=False, tf32=False):
+    """Problems of several tiles in both directions, ragged, in and outside a band, and without a query."""
     len_q, len_k = (3, 1100) if few_queries else (150, 333)
     given = oracle.qkv(batch=1, heads=2, heads_kv=1, len_q=len_q, len_k=len_k, dim=dim, dtype=dtype)
-    options = [{}, {"window": (100, 0)}, {"causal": True, "key_lengths": [290]}]
+    some = max(1, len_q - 30)  # which leaves a tile of queries without any
+    options = [{}, {"window": (100, 0), "query_lengths": [some]}, {"causal": True, "key_lengths": [290]}]
     if full:
         bias = oracle.randn(1, 1, len_q, len_k, dtype=dtype)  # broadcast over heads, then over queries too
         terms = [{"bias": bias}, {"bias": bias[:, :, :1]}, {"bias": bias, "mask": bias < 1}]
@@ -98,12 +102,13 @@ def cases_of(dtype, dim, *, backward, full, few_queries=False):
     def case(chosen):
         def run(call):
             if backward:
-                oracle.check(*given, call=call, **chosen)
+                oracle.check(*given, call=call, tf32=tf32, **chosen)
                 return
             out, lse = call(*given, **chosen)
             truth, plain = (oracle.oracle(*given, **chosen, dtype=t) for t in (torch.float64, dtype))
-            oracle.assert_close("out", out, truth[0], plain[0])
-            oracle.assert_close("lse", lse, truth[1], truth[1])
+            eps = oracle.TF32_EPS if tf32 else None
+            oracle.assert_close("out", out, truth[0], plain[0], eps)
+            oracle.assert_close("lse", lse, truth[1], truth[1], eps)
 
         return run
 
@@ -115,10 +120,12 @@ def cases_for(kernel):
     words = kernel.split("_")
     dtype = next(DTYPES[w] for w in words if w in DTYPES)
     dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), 64)
-    if "simt" in words:
+    tf32 = "tf32" in words
+    if "simt" in words or tf32:
         dim = 300 if dtype in oracle.HALF else 40  # half types of fewer dimensions run on tensor cores
-    full = not {"full", "bias", "sums", "simt"}.isdisjoint(words)
-    return cases_of(dtype, dim, backward="bwd" in words, full=full, few_queries="decode" in words)
+    full = not {"full", "bias", "sums", "simt", "tf32"}.isdisjoint(words)
+    few_queries = "decode" in words
+    return cases_of(dtype, dim, backward="bwd" in words, full=full, few_queries=few_queries, tf32=tf32)
 
 
 def main():

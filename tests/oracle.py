@@ -12,6 +12,7 @@ import attn_ext
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TF32_EPS = 2.0**-10  # 10 bits of mantissa
 
 
 def pairs(len_q, len_k, causal=False, window=None):
@@ -26,11 +27,12 @@ def pairs(len_q, len_k, causal=False, window=None):
 
 def oracle(
     q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None,
-    sinks=None, key_lengths=None, query_lengths=None, keep=None, dtype=torch.float64,
+    sinks=None, key_lengths=None, query_lengths=None, keep=None, dtype=torch.float64, product=torch.einsum,
 ):  # fmt: skip
     """``(out, lse, probabilities)``, all in ``dtype``; ``keep`` holds dropout's factors 0 or 1 / (1 - p).
 
-    float64 makes it the truth, q's own dtype the plain formula that users would write by hand.
+    float64 makes it the truth, q's own dtype the plain formula that users would write by hand; with
+    product=tf32_product as a GPU with TF32 computes it.
     """
     batch, heads, len_q, dim = q.shape
     len_k = k.shape[2]
@@ -62,7 +64,7 @@ def oracle(
     k = torch.where(seen.any(2)[..., None], k, zero)
     if scale is None:
         scale = dim**-0.5 if dim else 1.0
-    s = torch.where(seen, torch.einsum("bhid,bhjd->bhij", q, k) * scale, zero)
+    s = torch.where(seen, product("bhid,bhjd->bhij", q, k) * scale, zero)
     if softcap is not None:
         s = torch.tanh(s / softcap) * softcap
     s = torch.where(seen, s + extra, zero - math.inf)
@@ -79,8 +81,39 @@ def oracle(
     )
     lse = (torch.exp(logits - top).sum(3).log() + top[..., 0]).masked_fill(nothing, -math.inf)
     used = p if keep is None else p * keep.to(dtype)
-    out = torch.einsum("bhij,bhjd->bhid", used, v).masked_fill(~seen.any(3)[..., None], 0)
+    out = product("bhij,bhjd->bhid", used, v).masked_fill(~seen.any(3)[..., None], 0)
     return out, lse, p
+
+
+def rounded_to_tf32(x):
+    """float32 with 10 bits of mantissa, the nearest, ties away from zero."""
+    bits = x.contiguous().view(torch.int32)
+    bits = torch.where(x.isfinite(), (bits + 0x1000) & ~0x1FFF, bits)
+    return bits.view(torch.float32)
+
+
+class _Tf32Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, equation, a, b):
+        ctx.equation, a, b = equation, rounded_to_tf32(a), rounded_to_tf32(b)
+        ctx.save_for_backward(a, b)
+        return torch.einsum(equation, a, b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        of_a, of_b, of_result = ctx.equation.replace("->", ",").split(",")
+        grad = rounded_to_tf32(grad)
+        return (
+            None,
+            torch.einsum(f"{of_result},{of_b}->{of_a}", grad, b),
+            torch.einsum(f"{of_result},{of_a}->{of_b}", grad, a),
+        )
+
+
+def tf32_product(equation, a, b):
+    """torch.einsum of two float32 tensors, operands rounded to TF32, also in the derivatives."""
+    return _Tf32Product.apply(equation, a, b)
 
 
 def results(function, tensors, cotangents, options):
@@ -93,12 +126,13 @@ def results(function, tensors, cotangents, options):
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, grads, strict=True))}
 
 
-def assert_close(what, got, truth, plain):
-    """|got - truth| <= 2 |plain - truth| + slack: at most twice what the dtype's plain formula loses.
+def assert_close(what, got, truth, plain, eps=None, factor=2, by_hand=0.0):
+    """|got - truth| <= factor |plain - truth| + slack: at most twice what the dtype's plain formula loses.
 
     This is the habit of flash-attention's tests. The slack, for errors that the plain formula escapes by
     luck, grows with the largest value: 1e-5 for half types, 2e-6 for float32 (where dP - delta should be 0,
-    some ulps of its terms remain), 1e-10 alone for float64.
+    some ulps of its terms remain), 1e-10 alone for float64. ``eps`` is the dtype's, or TF32_EPS.
+    ``by_hand``: a loss of the plain formula that is known from elsewhere.
     """
     assert got.shape == truth.shape, f"{what}: shape {tuple(got.shape)}, should be {tuple(truth.shape)}"
     dtype = got.dtype
@@ -117,15 +151,17 @@ def assert_close(what, got, truth, plain):
         limit = 1e-10 * size
     else:
         # A few numbers may come out exact by hand, but rounding alone may cost half an ulp of the largest.
-        by_hand = max((plain - truth)[usual].abs().max().item(), torch.finfo(dtype).eps / 2 * size)
-        limit = 2 * by_hand + (1e-5 if dtype in HALF else 2e-6) * size
+        half_ulp = (eps or torch.finfo(dtype).eps) / 2 * size
+        by_hand = max(by_hand, (plain - truth)[usual].abs().max().item(), half_ulp)
+        limit = factor * by_hand + (1e-5 if dtype in HALF else 2e-6) * size
     assert error <= limit, f"{what}: error {error:.3g}, allowed {limit:.3g} (largest value {size:.3g})"
 
 
-def check(q, k, v, *, keep=None, call=attn_ext.attention, **options):
+def check(q, k, v, *, keep=None, call=attn_ext.attention, tf32=False, **options):
     """Hold attention()'s out, LSE and every gradient against the oracle; ``options`` as for attention().
 
     With dropout, pass its factors as ``keep`` (see dropout_factors) and a ``generator`` with their seed.
+    tf32: the float32 formula that judges the errors has its products in TF32.
     """
     tensors = {"q": q, "k": k, "v": v}
     tensors |= {n: options.pop(n) for n in ("mask", "bias", "alibi_slopes", "sinks") if n in options}
@@ -134,14 +170,29 @@ def check(q, k, v, *, keep=None, call=attn_ext.attention, **options):
     plain_options = {n: o for n, o in options.items() if n not in ("dropout_p", "generator")}
     plain_options["keep"] = keep
     truth = results(oracle, tensors, cotangents, plain_options)
+    plain_options["product"] = tf32_product if tf32 else torch.einsum
     plain = results(oracle, tensors, cotangents, {**plain_options, "dtype": q.dtype})
     if q.dtype in HALF:
         single = results(oracle, tensors, cotangents, {**plain_options, "dtype": torch.float32})
         plain["lse"] = single["lse"]  # the LSE is float32, so float32's plain formula judges it
         # Where half precision overflows by hand, float32 rounded once is the bar.
         plain = {name: torch.where(t.isfinite(), t, single[name].to(t.dtype)) for name, t in plain.items()}
+    few = [name for name, t in truth.items() if name.startswith("d") and 0 < t.numel() < 32]
+    elsewhere = dict.fromkeys(got, 0.0)
+    for seed in range(200, 208, 2) if few and q.dtype in HALF else ():
+        # The sums over a whole matrix of logits: two numbers that came out well by hand say little.
+        others = [randn(*c.shape, dtype=c.dtype, seed=seed + n) for n, c in enumerate(cotangents)]
+        exact = results(oracle, tensors, others, {**plain_options, "product": torch.einsum})
+        halves = results(oracle, tensors, others, {**plain_options, "dtype": q.dtype})
+        for name in few:
+            error = (halves[name].double() - exact[name]).abs().max().item()
+            elsewhere[name] = max(elsewhere[name], error if math.isfinite(error) else 0.0)
     for name, value in got.items():
-        assert_close(name, value, truth[name], plain[name])
+        # In TF32 the plain formula's dS, a softmax's derivative, adds up to 0 over a row, ours, with a delta
+        # taken from out, to an error. ALiBi's gradient weighs these errors of rows with the keys' distance.
+        factor = 4 if tf32 and name == "dalibi_slopes" else 2
+        eps = TF32_EPS if tf32 else None
+        assert_close(name, value, truth[name], plain[name], eps, factor, elsewhere[name])
     return got
 
 

@@ -14,7 +14,7 @@ from sass.conflicts import shared_accesses
 from sass.costs import replay, tally
 from sass.disassembly import Function, Instruction, parse
 from sass.gpus import A100, GPUS
-from sass.kernel import Kernel, MainLoop, Resources
+from sass.kernel import Kernel, MainLoop, Resources, read_kernel
 from sass.loops import body, control_flow, find_loops, trip
 from sass.roofline import OVERLAP, Problem, predict, total
 
@@ -224,6 +224,25 @@ def kernel(name, *, cycles, latency=None, hmma=128, gpu=A100, spills=0, conflict
     latency_cycles = (latency or cycles) * hmma
     loop = MainLoop(".L", costs, float(hmma), costs.stall_cycles, latency_cycles, conflicts, unknown, 40)
     return Kernel(name, gpu, Resources(200, spills, spills, spills, 0, 128, shared), 0, loop, ())
+
+
+@pytest.mark.parametrize(
+    ("between", "main"), [("9 BAR.SYNC", ".L_outer"), ("9 @P1 BRA `(.L_inner)", ".L_inner")]
+)
+def test_the_main_loop_holds_no_other_loop_with_products(between, main):
+    """Products and exponentials in one loop; or, where a product is a loop of its own, that one."""
+    function = code(
+        ".L_outer:",
+        "1 MUFU.EX2 R1, R1",
+        ".L_inner:",
+        "8 HMMA.16816.F32 R4, R8, R12, R4",
+        between,
+        "7 @P2 BRA `(.L_outer)",
+        "1 EXIT",
+    )
+    found = read_kernel(function, Resources(100, 0, 0, 0, 0, 128, 0), A100)
+    assert found.main_loop.label == main
+    assert found.main_loop.latency_cycles is not None
 
 
 def test_peaks_follow_from_the_datasheets():

@@ -166,15 +166,12 @@ def read_kernel(function: Function, resources: Resources, gpu: GPU) -> Kernel:
 
 
 def pick_main_loop(candidates: list[Candidate]) -> Candidate:
-    """The innermost loop with both tensor products and exponentials; where there is none, with products.
+    """The innermost loop with both tensor products and exponentials; where none has both, with products.
 
     Of several of like work (within a quarter), as with and without a mask, the cheapest per unit.
     """
-    softmax = [c for c in candidates if c.costs.tensor and c.costs.counts.get("MUFU")]
-    pool = [
-        c for c in softmax or candidates
-        if not any(other.loop.blocks < c.loop.blocks for other in softmax or candidates)
-    ]  # fmt: skip
+    innermost = [c for c in candidates if not any(other.loop.blocks < c.loop.blocks for other in candidates)]
+    pool = [c for c in innermost if c.costs.tensor and c.costs.counts.get("MUFU")] or innermost
     most = max(c.work for c in pool)
     alike = [c for c in pool if c.work >= 0.75 * most]
     return min(alike, key=lambda c: c.costs.stall_cycles / c.work)

@@ -44,11 +44,11 @@ def _launches(launch_plan: Callable, arch: str, problems: set[str]) -> dict[str,
             }
             sums = torch.float64 if name == "float64" else torch.float32
             backward = {"out": q, "grad_out": q, "lse": torch.zeros(1, heads, queries, dtype=sums)}
-            for terms, io in itertools.product(({}, every_term), ({}, backward)):
+            tf32 = (False, True) if name == "float32" else (False,)
+            for terms, io, allow_tf32 in itertools.product(({}, every_term), ({}, backward), tf32):
+                options = {"arch": arch, "allow_tf32": allow_tf32, **io, **terms}
                 try:
-                    plan = launch_plan(
-                        q, k, k, direction="backward" if io else "forward", arch=arch, **io, **terms
-                    )
+                    plan = launch_plan(q, k, k, direction="backward" if io else "forward", **options)
                 except (RuntimeError, ValueError) as error:  # reported: it is no fault of the machine code
                     problems.add(str(error))
                     continue

@@ -69,6 +69,11 @@ std::string tensor_core_kernel(const std::string& family, const AttentionParams&
   return family + "_sm80_" + type_name(p.q.dtype) + "_d" + std::to_string(bucket(p)) + variant;
 }
 
+// Kernels for every head dim: attn_fwd_simt_f32, or attn_fwd_tf32_sm80.
+std::string any_dim_kernel(const std::string& family, const AttentionParams& p) {
+  return family + (simt::in_tf32(p) ? "_tf32_sm80" : "_simt_" + type_name(p.q.dtype));
+}
+
 // Dynamic shared memory that a block may have (CUDA C++ Programming Guide, compute capabilities).
 int max_shared_bytes(int architecture) {
   const bool small = architecture == 86 || architecture == 89 || architecture / 10 == 12;
@@ -139,7 +144,7 @@ struct BackwardWorkspace {
       delta_ = take(size * heads * p.len_q);
     }
     if (io.grad_alibi_slopes.present) {
-      const int rows = head_dim != 0 ? dq_tile(head_dim, full).rows() : simt::sizes(p.q.dtype).queries;
+      const int rows = head_dim != 0 ? dq_tile(head_dim, full).rows() : simt::sizes(p).queries;
       alibi_tiles_ = int32_t(ceil_tiles(p.len_q, rows));
       alibi_ = take(size * heads * alibi_tiles_);
     }
@@ -254,9 +259,9 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutput& output, void* w
   params.output = output;
   if (splits_keys(p, target)) return plan_decode(p, params, workspace, target);
   if (bucket(p) == 0) {
-    const simt::Sizes sizes = simt::sizes(p.q.dtype);
-    return {make_launch("attn_fwd_simt_" + type_name(p.q.dtype), simt::forward_blocks(p, sizes),
-                        simt::kThreads, sizes.forward_bytes, params)};
+    const simt::Sizes sizes = simt::sizes(p);
+    return {make_launch(any_dim_kernel("attn_fwd", p), simt::forward_blocks(p, sizes), simt::kThreads,
+                        sizes.forward_bytes, params)};
   }
   const ForwardVariant variant = forward_variant(p, target);
   const ForwardTile tile = forward_tile(bucket(p), variant);
@@ -273,7 +278,7 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
   const int head_dim = bucket(p);
   const bool full = backward_needs_full(p);
   const std::string type = type_name(p.q.dtype), sum_type = p.q.dtype == DType::kFloat64 ? "f64" : "f32";
-  const simt::Sizes sizes = simt::sizes(p.q.dtype);
+  const simt::Sizes sizes = simt::sizes(p);
 
   const BackwardWorkspace layout(p, io);
   BackwardParams params;
@@ -291,7 +296,8 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
       add(tensor_core_kernel("attn_bwd_bias", p, ""), bias_blocks(size, head_dim), kBiasThreads,
           bias_shared_bytes(head_dim));
     } else {
-      add("attn_bwd_bias_simt_" + type, simt::bias_blocks(size, sizes), simt::kThreads, sizes.backward_bytes);
+      add(any_dim_kernel("attn_bwd_bias", p), simt::bias_blocks(size, sizes), simt::kThreads,
+          sizes.backward_bytes);
     }
   };
 
@@ -300,8 +306,8 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
   const bool wants_queries = io.grad_q.present || io.grad_alibi_slopes.present || whole_bias || whole_mask;
   const bool wants_keys = io.grad_k.present || io.grad_v.present;
 
-  add("attn_bwd_rows_" + type, rows_blocks(p, head_dim != 0 ? layout.row_stride : p.len_q),
-      kBackwardRowThreads, 0);
+  add("attn_bwd_rows_" + (simt::in_tf32(p) ? "tf32" : type),
+      rows_blocks(p, head_dim != 0 ? layout.row_stride : p.len_q), kBackwardRowThreads, 0);
   if (head_dim != 0) {
     const char* variant = full ? "_full" : "";
     if (wants_keys) {
@@ -314,11 +320,12 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
     }
   } else {
     if (wants_keys) {
-      add("attn_bwd_dkdv_simt_" + type, simt::dkdv_blocks(p, io, sizes), simt::kThreads,
+      add(any_dim_kernel("attn_bwd_dkdv", p), simt::dkdv_blocks(p, io, sizes), simt::kThreads,
           sizes.backward_bytes);
     }
     if (wants_queries) {
-      add("attn_bwd_dq_simt_" + type, simt::dq_blocks(p, io, sizes), simt::kThreads, sizes.backward_bytes);
+      add(any_dim_kernel("attn_bwd_dq", p), simt::dq_blocks(p, io, sizes), simt::kThreads,
+          sizes.backward_bytes);
     }
   }
   if (io.grad_bias.present && !whole_bias) add_bias(io.bias_size, false);

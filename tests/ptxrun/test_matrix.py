@@ -87,6 +87,21 @@ def product(A, B, C):
     return A.astype("f8") @ B.astype("f8") + C.astype("f8")
 
 
+def test_tf32_operands_have_ten_bits():
+    """What stands in the other 13 does not matter: no carry, no rounding."""
+    r = rng(12)
+    A, B = r.standard_normal((1, 16, 8)).astype("f4"), r.standard_normal((1, 8, 8)).astype("f4")
+    results = []
+    for low in (0, 0x1FFF):
+        a, b = ((x.view("u4") & np.uint32(0xFFFFE000) | np.uint32(low)).view("f4") for x in (A, B))
+        c = np.zeros((1, 32, 4), "f4")
+        d = np.ones_like(c)
+        run(MMA, *pack_ab(a, b, np.float32, 8), c, d, block=32, name="tf32k8")
+        results.append(d)
+    assert results[0].any()
+    np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_mma(name):
     W = 2

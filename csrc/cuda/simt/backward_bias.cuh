@@ -11,7 +11,7 @@ namespace attn_ext::cuda::simt {
 template <class In>
 __device__ __forceinline__ void backward_bias(const BackwardParams& params) {
   using T = Math<In>;
-  using Z = Tile<T>;
+  using Z = Cores<In>;
   const AttentionParams& p = params.problem;
   const BackwardIO& io = params.io;
   const StridedView& grad = params.of_float_mask ? io.grad_float_mask : io.grad_bias;
@@ -37,9 +37,9 @@ __device__ __forceinline__ void backward_bias(const BackwardParams& params) {
   const bool drops = p.dropout.threshold != 0;
   const T factor = drops ? T(p.dropout.scale()) : T(1);
 
-  ScoreTile<T> sum;
+  ScoreTile<Z> sum;
   clear(sum);
-  SliceRing<T> ring(stages);
+  SliceRing<Z> ring(stages);
   int step = 0;
 
   const auto add_tile = [&](int b, int h, int i0, int j0, const Scores<In>& scores) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void backward_bias(const BackwardParams& params) {
     const QuerySlices<In> q(p.q, b, h, p.dim_qk), grad_out(io.grad_out, b, h, p.dim_v);
     const KeySlices<In> k(p.k, b, h_kv, p.dim_qk), v(p.v, b, h_kv, p.dim_v);
     const int queries = scores.visible.queries, keys = scores.visible.keys;
-    const RowState<T> rows{states + step++ % 2 * Z::kRowState};
+    const RowState<Z> rows{states + step++ % 2 * Z::kRowState};
     const auto copy = [&](const QuerySlices<In>& left, const KeySlices<In>& right, int slice, T* stage) {
       left(stage, left.rows(i0, queries), slice * Z::kSlice);
       right(stage + Z::kQueries * Z::kSlicePitch, right.rows(j0, keys), slice * Z::kSlice);
@@ -57,23 +57,23 @@ __device__ __forceinline__ void backward_bias(const BackwardParams& params) {
       rows.copy(params, b, h, i0);
       copy(q, k, 0, stage);
     });
-    ScoreTile<T> s, g;
+    ScoreTile<Z> s, g;
     clear(s);
     ring.run(
         score_slices, [&](int n, T* stage) { copy(q, k, n, stage); },
         [&](T* stage) { copy(grad_out, v, 0, stage); },
-        [&](int, const T* stage) { multiply_rows<T>(s, stage); });
+        [&](int, const T* stage) { Z::multiply_rows(s, stage); });
     scores.finish(s, i0, j0, tile);  // the bias is added after the cap: its gradient does not pass it
-    to_probabilities<T>(s, rows);
+    to_probabilities<Z>(s, rows);
     clear(g);
     ring.run(
         value_slices, [&](int n, T* stage) { copy(grad_out, v, n, stage); }, [](T*) {},
-        [&](int, const T* stage) { multiply_rows<T>(g, stage); });
-    to_score_gradients<T>(g, s, rows, drops ? scores.kept(i0, j0) : ~ScoreSet(0), factor);
+        [&](int, const T* stage) { Z::multiply_rows(g, stage); });
+    to_score_gradients<Z>(g, s, rows, drops ? scores.kept(i0, j0) : ~ScoreSet(0), factor);
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) sum[r][c] += g[r][c];
+      for (int c = 0; c < Z::kRowScores; c++) sum[r][c] += g[r][c];
     }
   };
 
@@ -104,35 +104,37 @@ __device__ __forceinline__ void backward_bias(const BackwardParams& params) {
   if (over_columns) {
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
-      sum[r][0] = row_sum(sum[r][0] + sum[r][1] + sum[r][2] + sum[r][3]);
 #pragma unroll
-      for (int c = 1; c < 4; c++) sum[r][c] = T(0);
+      for (int c = 1; c < Z::kRowScores; c++) {
+        sum[r][0] += sum[r][c];
+        sum[r][c] = T(0);
+      }
+      sum[r][0] = row_sum<Z>(sum[r][0]);
     }
   }
   if (!over_rows) {
-    const int columns = over_columns ? 1 : 4;
-    if (over_columns && thread_column() != 0) return;
+    const int columns = over_columns ? 1 : Z::kRowScores;
+    if (over_columns && !leads_row<Z>()) return;
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        if (c < columns)
-          write(thread_row() + kThreadRows * r, thread_column() + kThreadColumns * c, sum[r][c]);
+      for (int c = 0; c < Z::kRowScores; c++) {
+        if (c < columns) write(own_row<Z>(r), own_column<Z>(c), sum[r][c]);
       }
     }
     return;
   }
 #pragma unroll
-  for (int c = 0; c < 4; c++) {
+  for (int c = 0; c < Z::kRowScores; c++) {
     T column_sum = T(0);
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) column_sum += sum[r][c];
-    tile[thread_row() * Z::kTilePitch + thread_column() + kThreadColumns * c] = column_sum;
+    tile[row_group<Z>() * Z::kTilePitch + own_column<Z>(c)] = column_sum;
   }
-  __syncthreads();  // the sums of all rows of threads are there
+  __syncthreads();  // the sums of all groups of threads are there
   if (threadIdx.x < Z::kKeys) {
     T column_sum = T(0);
-    for (int y = 0; y < kThreadRows; y++) column_sum += tile[y * Z::kTilePitch + threadIdx.x];
+    for (int n = 0; n < kThreads / Z::kRowThreads; n++) column_sum += tile[n * Z::kTilePitch + threadIdx.x];
     write(0, threadIdx.x, column_sum);
   }
 }

@@ -7,21 +7,25 @@
 namespace attn_ext::cuda::simt {
 
 // A row with a sink has a maximum even if it sees no key: those that have no probability in this tile get max = inf.
-template <class T>
-__device__ __forceinline__ void mark_idle_rows(const ScoreTile<T>& p, const RowState<T>& rows) {
+template <class Z>
+__device__ __forceinline__ void mark_idle_rows(const ScoreTile<Z>& p, const RowState<Z>& rows) {
+  using T = typename Z::T;
 #pragma unroll
-  for (int r = 0; r < Tile<T>::kRows; r++) {
-    const bool any = p[r][0] != T(0) || p[r][1] != T(0) || p[r][2] != T(0) || p[r][3] != T(0);
-    const uint32_t warp = __ballot_sync(0xffffffffu, any);  // two rows of 16 threads
-    const uint32_t row = thread_row() % 2 == 0 ? warp & 0xffffu : warp >> 16;
-    if (row == 0 && thread_column() == 0) rows.shared[thread_row() + kThreadRows * r] = infinity<T>();
+  for (int r = 0; r < Z::kRows; r++) {
+    bool any = false;
+#pragma unroll
+    for (int c = 0; c < Z::kRowScores; c++) any = any || p[r][c] != T(0);
+    const uint32_t warp = __ballot_sync(0xffffffffu, any);
+    const uint32_t of_row =
+        (warp >> threadIdx.x % 32) & ((1u << Z::kRowThreads) - 1);  // as the first thread has it
+    if (leads_row<Z>() && of_row == 0) rows.shared[own_row<Z>(r)] = infinity<T>();
   }
 }
 
 template <class In>
 __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
   using T = Math<In>;
-  using Z = Tile<T>;
+  using Z = Cores<In>;
   const AttentionParams& p = params.problem;
   const BackwardIO& io = params.io;
 
@@ -58,7 +62,7 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
   const int steps = head_steps * int(p.group());
   const auto head_of = [&](int step) { return h_kv * int(p.group()) + step / head_steps; };
   const auto query_of = [&](int step) { return (first_tile + step % head_steps) * Z::kQueries; };
-  const auto rows_of = [&](int step) { return RowState<T>{states + step % 2 * Z::kRowState}; };
+  const auto rows_of = [&](int step) { return RowState<Z>{states + step % 2 * Z::kRowState}; };
 
   const auto copy_scores = [&](const QuerySlices<In>& q, const KeySlices<In>& k, int i0, int slice,
                                T* stage) {
@@ -72,19 +76,19 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
                 query_of(step), 0, stage);
   };
 
-  OutputChunk<T, Z::kKeyRows> o;  // fused: half 0 is dV, half 1 dK
+  OutputChunk<Z, Z::kKeyRows> o;  // fused: half 0 is dV, half 1 dK
   clear(o);
-  SliceRing<T> ring(stages);
+  SliceRing<Z> ring(stages);
   ring.start([&](T* stage) { copy_step(0, stage); });
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     const int h = head_of(step), i0 = query_of(step);
     const int row_slices = int(pieces(min(queries - i0, Z::kQueries), Z::kSlice));
     const Scores<In> scores(p, anew(b), h);
-    const RowState<T> rows = rows_of(step);
+    const RowState<Z> rows = rows_of(step);
     const QuerySlices<In> q(p.q, b, h, p.dim_qk), grad_out(io.grad_out, b, h, p.dim_v);
     const KeySlices<In> k(p.k, b, h_kv, p.dim_qk), v(p.v, b, h_kv, p.dim_v);
-    const RowSlices<In> query_rows(p.q, b, h, p.dim_qk), grad_out_rows(io.grad_out, b, h, p.dim_v);
+    const QueryRowSlices<In> query_rows(p.q, b, h, p.dim_qk), grad_out_rows(io.grad_out, b, h, p.dim_v);
     const auto copy_next_step = [&](T* stage) { copy_step(step + 1, stage); };
     const auto copy_values = [&](int slice, T* stage) {
       grad_out(stage, grad_out.rows(i0, queries), slice * Z::kSlice);
@@ -99,7 +103,7 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
       query_rows(stage, query_rows.rows(i0 + slice * Z::kSlice, queries), column0);
     };
 
-    ScoreTile<T> s;
+    ScoreTile<Z> s;
     clear(s);
     ring.run(
         score_slices, [&](int n, T* stage) { copy_scores(q, k, i0, n, stage); },
@@ -110,11 +114,11 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
             copy_grad_out(0, stage);
           }
         },
-        [&](int, const T* stage) { multiply_rows<T>(s, stage); });
+        [&](int, const T* stage) { Z::multiply_rows(s, stage); });
     scores.finish(s, i0, j0, tile);
-    to_probabilities<T>(s, rows);
+    to_probabilities<Z>(s, rows);
     if (does_v && p.sinks.present) {
-      mark_idle_rows<T>(s, rows);
+      mark_idle_rows<Z>(s, rows);
       __syncthreads();  // the rows that others marked
       ring.start([&](T* stage) { copy_grad_out(0, stage); });
     }
@@ -123,12 +127,12 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        T& own = own_score(tile, r, c);
+      for (int c = 0; c < Z::kRowScores; c++) {
+        T& own = own_score<Z>(tile, r, c);
         const T probability = s[r][c];
         // The cap's derivative belongs to dS of the raw scores. That of a hidden one may be NaN.
         if (has_cap && probability != T(0)) s[r][c] *= own;
-        if (does_v) own = kept & score_bit(r, c) ? probability * factor : T(0);
+        if (does_v) own = kept & score_bit<Z>(r, c) ? probability * factor : T(0);
       }
     }
 
@@ -144,33 +148,33 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
           },
           [&](int n, const T* stage) {
             if (two_halves) {
-              multiply_transposed_tile<0, 2, T>(o, tile, n * Z::kSlice, stage);
+              Z::template multiply_transposed_tile<0, 2>(o, tile, n * Z::kSlice, stage);
             } else {
-              multiply_transposed_tile<0, 1, T>(o, tile, n * Z::kSlice, stage);
+              Z::template multiply_transposed_tile<0, 1>(o, tile, n * Z::kSlice, stage);
             }
           });
     }
     if (does_k) {
-      ScoreTile<T> g;
+      ScoreTile<Z> g;
       clear(g);
       ring.run(
           value_slices, copy_values, [&](T* stage) { copy_queries(0, stage); },
-          [&](int, const T* stage) { multiply_rows<T>(g, stage); });
-      to_score_gradients<T>(g, s, rows, kept, factor);
+          [&](int, const T* stage) { Z::multiply_rows(g, stage); });
+      to_score_gradients<Z>(g, s, rows, kept, factor);
 #pragma unroll
       for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-        for (int c = 0; c < 4; c++) own_score(tile, r, c) = g[r][c];
+        for (int c = 0; c < Z::kRowScores; c++) own_score<Z>(tile, r, c) = g[r][c];
       }
       ring.run(
           row_slices, copy_queries, copy_next_step,
           [&](int n, const T* stage) {
             if (parts.fused) {
-              multiply_transposed_tile<1, 1, T>(o, tile, n * Z::kSlice, stage);
+              Z::template multiply_transposed_tile<1, 1>(o, tile, n * Z::kSlice, stage);
             } else if (two_halves) {
-              multiply_transposed_tile<0, 2, T>(o, tile, n * Z::kSlice, stage);
+              Z::template multiply_transposed_tile<0, 2>(o, tile, n * Z::kSlice, stage);
             } else {
-              multiply_transposed_tile<0, 1, T>(o, tile, n * Z::kSlice, stage);
+              Z::template multiply_transposed_tile<0, 1>(o, tile, n * Z::kSlice, stage);
             }
           },
           [&](T* stage) { query_rows.drop_non_finite(stage); });
@@ -180,16 +184,19 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const bool is_k = parts.fused ? half == 1 : does_k;
-    const int column = column0 + (parts.fused ? 0 : half * Z::kHalf) + Z::kVector * thread_column();
     const StridedView& grad = is_k ? io.grad_k : io.grad_v;
     const int columns = int(is_k ? p.dim_qk : p.dim_v);
 #pragma unroll
     for (int r = 0; r < Z::kKeyRows; r++) {
-      const int j = j0 + Z::kKeyRows * thread_row() + r;
+      const int j = j0 + Z::key_row(r);
       if (j >= p.len_k) continue;
 #pragma unroll
-      for (int e = 0; e < Z::kVector; e++) o[half][r][e] *= is_k ? T(p.scale) : T(1);
-      store_vector<In>(grad, b, h_kv, j, column, o[half][r], columns - column);
+      for (int e = 0; e < Z::kOutputColumns; e++) o[half][r][e] *= is_k ? T(p.scale) : T(1);
+#pragma unroll
+      for (int n = 0; n < Z::kOutputColumns / Z::kVector; n++) {
+        const int column = column0 + Z::output_column(parts.fused ? 0 : half, n);
+        store_vector<In>(grad, b, h_kv, j, column, o[half][r] + n * Z::kVector, columns - column);
+      }
     }
   }
 }

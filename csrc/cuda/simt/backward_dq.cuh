@@ -10,7 +10,7 @@ namespace attn_ext::cuda::simt {
 template <class In>
 __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   using T = Math<In>;
-  using Z = Tile<T>;
+  using Z = Cores<In>;
   const AttentionParams& p = params.problem;
   const BackwardIO& io = params.io;
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
 
   T* const stages = reinterpret_cast<T*>(shared_memory);
   T* const tile = stages + 2 * Z::kStage;  // dS (queries, keys)
-  const RowState<T> rows{tile + Z::kTileSize};
+  const RowState<Z> rows{tile + Z::kTileSize};
 
   const Visibility visible(p, b);
   const int queries = visible.queries, keys = visible.keys;
@@ -63,10 +63,10 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     copy_scores(QuerySlices<In>(p.q, b, h, p.dim_qk), KeySlices<In>(p.k, b, h_kv, p.dim_qk), j0, 0, stage);
   };
 
-  OutputChunk<T, Z::kRows> o;
+  OutputChunk<Z, Z::kRows> o;
   clear(o);
 
-  SliceRing<T> ring(stages);
+  SliceRing<Z> ring(stages);
   if (first < range.end) {
     ring.start([&](T* stage) {
       rows.copy(params, b, h, i0);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   for (int j0 = first; j0 < range.end; j0 += Z::kKeys) {
     const QuerySlices<In> q(p.q, b, h, p.dim_qk), grad_out(io.grad_out, b, h, p.dim_v);
     const KeySlices<In> k(p.k, b, h_kv, p.dim_qk), v(p.v, b, h_kv, p.dim_v);
-    const RowSlices<In> key_rows(p.k, b, h_kv, p.dim_qk);
+    const KeyRowSlices<In> key_rows(p.k, b, h_kv, p.dim_qk);
     const Scores<In> scores(p, anew(b), anew(h));
     const bool has_cap = scores.has_cap();
     const auto copy_values = [&](int slice, T* stage) {
@@ -89,14 +89,14 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     };
     const auto copy_next_tile = [&](T* stage) { copy_tile(j0 + Z::kKeys, stage); };
 
-    ScoreTile<T> s, g;
+    ScoreTile<Z> s, g;
     clear(s);
     ring.run(
         score_slices, [&](int n, T* stage) { copy_scores(q, k, j0, n, stage); },
-        [&](T* stage) { copy_values(0, stage); }, [&](int, const T* stage) { multiply_rows<T>(s, stage); });
+        [&](T* stage) { copy_values(0, stage); }, [&](int, const T* stage) { Z::multiply_rows(s, stage); });
     // The cap's derivative waits in the tile until dS needs it.
     scores.finish(s, i0, j0, tile);
-    to_probabilities<T>(s, rows);
+    to_probabilities<Z>(s, rows);
 
     clear(g);
     ring.run(
@@ -108,15 +108,15 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
             copy_next_tile(stage);
           }
         },
-        [&](int, const T* stage) { multiply_rows<T>(g, stage); });
-    to_score_gradients<T>(g, s, rows, drops ? scores.kept(i0, j0) : ~ScoreSet(0), factor);
+        [&](int, const T* stage) { Z::multiply_rows(g, stage); });
+    to_score_gradients<Z>(g, s, rows, drops ? scores.kept(i0, j0) : ~ScoreSet(0), factor);
 
     // dS of the capped scores goes to the tile, and the cap's derivative from there to dS of the raw ones.
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        T& own = own_score(tile, r, c);
+      for (int c = 0; c < Z::kRowScores; c++) {
+        T& own = own_score<Z>(tile, r, c);
         s[r][c] = has_cap && g[r][c] != T(0) ? g[r][c] * own : g[r][c];
         own = g[r][c];
       }
@@ -124,12 +124,12 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     if (writes_bias || writes_mask || wants_alibi) {
 #pragma unroll 1
       for (int r = 0; r < Z::kRows; r++) {
-        const int i = i0 + thread_row() + kThreadRows * r;
+        const int i = i0 + own_row<Z>(r);
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-          const int j = j0 + thread_column() + kThreadColumns * c;
+        for (int c = 0; c < Z::kRowScores; c++) {
+          const int j = j0 + own_column<Z>(c);
           if (i >= p.len_q || j >= p.len_k) continue;
-          const T ds = own_score(tile, r, c);
+          const T ds = own_score<Z>(tile, r, c);
           if (writes_bias) element<T>(io.grad_bias, b, h, i, j) = ds;
           if (writes_mask) element<T>(io.grad_float_mask, b, h, i, j) = ds;
           if (wants_alibi) alibi_sum -= ds * scores.distance(i, j);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
 #pragma unroll
       for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-        for (int c = 0; c < 4; c++) own_score(tile, r, c) = s[r][c];
+        for (int c = 0; c < Z::kRowScores; c++) own_score<Z>(tile, r, c) = s[r][c];
       }
     }
     if (!io.grad_q.present) continue;
@@ -150,35 +150,38 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
         key_slices, copy_keys, copy_next_tile,
         [&](int n, const T* stage) {
           if (two_halves) {
-            multiply_tile<0, 2, T>(o, tile, n * Z::kSlice, stage);
+            Z::template multiply_tile<0, 2>(o, tile, n * Z::kSlice, stage);
           } else {
-            multiply_tile<0, 1, T>(o, tile, n * Z::kSlice, stage);
+            Z::template multiply_tile<0, 1>(o, tile, n * Z::kSlice, stage);
           }
         },
         [&](T* stage) { key_rows.drop_non_finite(stage); });
   }
 
   if (wants_alibi) {
-    alibi_sum = row_sum(alibi_sum);
-    T* const partial = rows.shared + Z::kRowState;  // one for each row of threads
-    if (thread_column() == 0) partial[thread_row()] = alibi_sum;
+    alibi_sum = row_sum<Z>(alibi_sum);
+    T* const partial = rows.shared + Z::kRowState;  // one for each group of threads
+    if (leads_row<Z>()) partial[row_group<Z>()] = alibi_sum;
     __syncthreads();  // the sums of all warps are there
     if (threadIdx.x == 0) {
-      for (int y = 1; y < kThreadRows; y++) alibi_sum += partial[y];
+      for (int n = 1; n < kThreads / Z::kRowThreads; n++) alibi_sum += partial[n];
       static_cast<T*>(params.alibi_sums)[(int64_t(b) * p.heads_q + h) * tiles + query_tile] = alibi_sum;
     }
   }
   if (!io.grad_q.present) return;
 #pragma unroll
   for (int r = 0; r < Z::kRows; r++) {
-    const int i = i0 + thread_row() + kThreadRows * r;
+    const int i = i0 + own_row<Z>(r);
     if (i >= p.len_q) continue;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int e = 0; e < Z::kVector; e++) o[half][r][e] *= T(p.scale);
-      const int column = column0 + half * Z::kHalf + Z::kVector * thread_column();
-      store_vector<In>(io.grad_q, b, h, i, column, o[half][r], int(p.dim_qk) - column);
+      for (int e = 0; e < Z::kOutputColumns; e++) o[half][r][e] *= T(p.scale);
+#pragma unroll
+      for (int n = 0; n < Z::kOutputColumns / Z::kVector; n++) {
+        const int column = column0 + Z::output_column(half, n);
+        store_vector<In>(io.grad_q, b, h, i, column, o[half][r] + n * Z::kVector, int(p.dim_qk) - column);
+      }
     }
   }
 }

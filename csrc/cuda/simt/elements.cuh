@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../tile/async_copy.cuh"
-#include "../tile/half.cuh"
+#include "../tile/fragment.cuh"
 #include "../tile/math.cuh"
 #include "tile_sizes.h"
 
@@ -14,24 +14,40 @@ template <class In>
 struct Element {  // half types
   using Stored = uint16_t;
   using Math = float;
+  using Tile = CudaCoreTile<float>;
   static __device__ __forceinline__ float widen(uint16_t x) { return to_float<In>(x); }
   static __device__ __forceinline__ uint16_t narrow(float x) { return to_half<In>(x); }
+  static __device__ __forceinline__ float operand(float x) { return x; }
 };
 
 template <class T>
 struct SameElement {
   using Stored = T;
   using Math = T;
+  using Tile = CudaCoreTile<T>;
   static __device__ __forceinline__ T widen(T x) { return x; }
   static __device__ __forceinline__ T narrow(T x) { return x; }
+  static __device__ __forceinline__ T operand(T x) { return x; }  // what a product makes of it
 };
 template <>
 struct Element<float> : SameElement<float> {};
 template <>
 struct Element<double> : SameElement<double> {};
 
+// float32 whose products are computed in TF32.
+struct tf32;
+template <>
+struct Element<tf32> : SameElement<float> {
+  using Tile = Tf32Tile;
+  static __device__ __forceinline__ float operand(float x) {
+    return __uint_as_float(__float_as_uint(round_to_tf32(x)) & 0xffffe000u);
+  }
+};
+
 template <class In>
 using Math = typename Element<In>::Math;
+template <class In>
+using TileOf = typename Element<In>::Tile;
 
 // Element (b, h, row, column) of a tensor of numbers that are known to be of type T.
 template <class T>
@@ -92,7 +108,7 @@ class SliceCopy {
  public:
   using Stored = typename Element<In>::Stored;
   using T = Math<In>;
-  static constexpr int kVector = Tile<T>::kVector;
+  static constexpr int kVector = TileOf<In>::kVector;
   static constexpr int kVectors = Columns / kVector, kPass = kThreads / kVectors;
   static_assert(Rows % kPass == 0, "whole passes of the block");
 
@@ -146,8 +162,9 @@ class SliceCopy {
     (*this)(stage, start, column0, [](int) { return true; });
   }
 
-  // Infinities and NaN among the numbers that this thread copied become zero. A row without a partner has dS = 0, and
-  // what stands in it must not matter: 0 * NaN. To be called when the thread's copies have arrived.
+  // Numbers that this thread copied and that are infinite or NaN, or become so as operands, are replaced by zero. A row
+  // without a partner has dS = 0, and what stands in it must not matter: 0 * NaN. To be called when the thread's copies
+  // have arrived.
   __device__ __forceinline__ void drop_non_finite(T* stage) const {
     T* own = stage + own_row() * Pitch + own_column();
 #pragma unroll
@@ -156,28 +173,33 @@ class SliceCopy {
         const Vector<T> x = load_vector(own + pass * Pitch);
         T zero = T(0);
 #pragma unroll
-        for (int e = 0; e < kVector; e++) zero += x.at[e] * T(0);
+        for (int e = 0; e < kVector; e++) zero += Element<In>::operand(x.at[e]) * T(0);
         if (zero == T(0)) continue;
       }
 #pragma unroll 1
       for (int e = 0; e < kVector; e++) {
         T& x = own[pass * Pitch + (whole_ ? e : own_element(e))];
-        if (x * T(0) != T(0)) x = T(0);
+        if (Element<In>::operand(x) * T(0) != T(0)) x = T(0);
       }
     }
   }
 
  private:
-  // Rows of four vectors, of which eight neighbouring threads write two: these are 4 rows apart, where they meet other
-  // banks (4 * 20 = 16 mod 32). Row g of the threads' eight takes row (g % 2) * 4 + g / 2.
+  // Rows of four vectors, of which eight neighbouring threads write two: half the banks each. Where neighbouring rows are
+  // not 16 banks apart, rows 4 apart are (4 * 20 = 16 mod 32), and row g of the threads' eight takes row
+  // (g % 2) * 4 + g / 2. Where they are, only single elements need care, which eight rows write at a time: every second
+  // row begins with another vector.
+  static constexpr bool kHalfBanks = kVectors == 4 && Pitch % 32 == 16,
+                        kSpreadRows = kVectors == 4 && !kHalfBanks;
   __device__ __forceinline__ int own_row() const {
     const int g = thread_ / kVectors;
-    return kVectors == 4 ? (g & ~7) + (g % 2) * 4 + g % 8 / 2 : g;
+    return kSpreadRows ? (g & ~7) + (g % 2) * 4 + g % 8 / 2 : g;
   }
   __device__ __forceinline__ int own_column() const { return thread_ % kVectors * kVector; }
   // The thread's columns where it copies single elements, from own_column() on.
   __device__ __forceinline__ int own_element(int e) const {
-    return thread_ % kVectors + kVectors * e - own_column();
+    const int turned = kHalfBanks ? (e + thread_ / kVectors / 2) % kVector : e;
+    return thread_ % kVectors + kVectors * turned - own_column();
   }
 
   // float and double do not pass through registers; halves must, to become floats.
@@ -208,19 +230,20 @@ class SliceCopy {
 };
 
 // Slices of columns, operands of the scores (tiles of queries or of keys), and slices of rows, for products with a
-// score tile.
+// score tile: rows of V or K with its rows, rows of Q or dO with its columns.
 template <class In>
-using QuerySlices =
-    SliceCopy<In, Tile<Math<In>>::kQueries, Tile<Math<In>>::kSlice, Tile<Math<In>>::kSlicePitch>;
+using QuerySlices = SliceCopy<In, TileOf<In>::kQueries, TileOf<In>::kSlice, TileOf<In>::kSlicePitch>;
 template <class In>
-using KeySlices = SliceCopy<In, Tile<Math<In>>::kKeys, Tile<Math<In>>::kSlice, Tile<Math<In>>::kSlicePitch>;
+using KeySlices = SliceCopy<In, TileOf<In>::kKeys, TileOf<In>::kSlice, TileOf<In>::kSlicePitch>;
 template <class In>
-using RowSlices = SliceCopy<In, Tile<Math<In>>::kSlice, Tile<Math<In>>::kColumns, Tile<Math<In>>::kColumns>;
+using KeyRowSlices = SliceCopy<In, TileOf<In>::kSlice, TileOf<In>::kColumns, TileOf<In>::kKeyRowPitch>;
+template <class In>
+using QueryRowSlices = SliceCopy<In, TileOf<In>::kSlice, TileOf<In>::kColumns, TileOf<In>::kQueryRowPitch>;
 
 // A thread's kVector neighbours of an output row; `left` of them exist.
 template <class In>
 __device__ __forceinline__ void store_vector(const StridedView& to, int b, int h, int row, int column,
-                                             const Math<In> (&x)[16 / sizeof(Math<In>)], int left) {
+                                             const Math<In>* x, int left) {
   using Stored = typename Element<In>::Stored;
   constexpr int kVector = 16 / sizeof(Math<In>);
   struct alignas(kVector * sizeof(Stored)) Packed {

@@ -1,4 +1,4 @@
-// Forward on CUDA cores: online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
+// Forward, any head dim: online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 // A block owns a tile of queries of one head and a chunk of the columns of the output.
 //
 //   m = -inf, l = 0, O = 0
@@ -16,7 +16,7 @@ namespace attn_ext::cuda::simt {
 template <class In>
 __device__ __forceinline__ void forward(const ForwardParams& params) {
   using T = Math<In>;
-  using Z = Tile<T>;
+  using Z = Cores<In>;
   const AttentionParams& p = params.problem;
 
   // blockIdx.x: the order of forward_blocks. The last query tiles first: under a causal mask they are the longest, and
@@ -37,7 +37,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const Scores<In> scores(p, b, h);
   const QuerySlices<In> q(p.q, b, h, p.dim_qk);
   const KeySlices<In> k(p.k, b, h_kv, p.dim_qk);
-  const RowSlices<In> v(p.v, b, h_kv, p.dim_v);
+  const KeyRowSlices<In> v(p.v, b, h_kv, p.dim_v);
   const int queries = scores.visible.queries, keys = scores.visible.keys;
   const int score_slices = int(pieces_or_one(p.dim_qk, Z::kSlice));
   const bool two_halves = p.dim_v - column0 > Z::kHalf;
@@ -56,59 +56,62 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     v(stage, v.rows(j0 + slice * Z::kSlice, keys), column0);
   };
 
-  OutputChunk<T, Z::kRows> o;
+  OutputChunk<Z, Z::kRows> o;
   clear(o);
   // The running maximum and sum of the rows stay in shared memory: 16 registers fewer. The first thread of each row
   // writes them, after the shuffles of row_max() in which all have read.
   T* const maxima = tile + Z::kTileSize;
   T* const sums = maxima + Z::kQueries;
-  if (thread_column() == 0) {
+  if (leads_row<Z>()) {
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
-      maxima[thread_row() + kThreadRows * r] = -infinity<T>();
-      sums[thread_row() + kThreadRows * r] = T(0);
+      maxima[own_row<Z>(r)] = -infinity<T>();
+      sums[own_row<Z>(r)] = T(0);
     }
   }
-  __syncwarp();  // a row's 16 threads are of one warp; no other barrier comes where there is no key
+  __syncwarp();  // a row's threads are of one warp; no other barrier comes where there is no key
 
-  SliceRing<T> ring(stages);
+  SliceRing<Z> ring(stages);
   if (range.end > range.begin) ring.start([&](T* stage) { copy_scores(k.rows(first, keys), 0, stage); });
 #pragma unroll 1
   for (int j0 = first; j0 < range.end; j0 += Z::kKeys) {
     const auto k_rows = k.rows(j0, keys);
-    ScoreTile<T> s;
+    ScoreTile<Z> s;
     clear(s);
     ring.run(
         score_slices, [&](int n, T* stage) { copy_scores(k_rows, n, stage); },
         [&](T* stage) { copy_values(j0, 0, stage); },
-        [&](int, const T* stage) { multiply_rows<T>(s, stage); });
+        [&](int, const T* stage) { Z::multiply_rows(s, stage); });
     scores.finish(s, i0, j0, tile);
 
     const ScoreSet kept = drops ? scores.kept(i0, j0) : ~ScoreSet(0);
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
-      const int row = thread_row() + kThreadRows * r;
+      const int row = own_row<Z>(r);
       const T before = maxima[row];
-      const T now = max(before, row_max(max(max(s[r][0], s[r][1]), max(s[r][2], s[r][3]))));
+      T most = s[r][0];
+#pragma unroll
+      for (int c = 1; c < Z::kRowScores; c++) most = max(most, s[r][c]);
+      const T now = max(before, row_max<Z>(most));
       const T reference =
           now == -infinity<T>() ? T(0) : now;  // nothing visible yet: exp(-inf - 0) = 0, not NaN
       const T rescale = exponential(before - reference);
       T sum = T(0);
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
+      for (int c = 0; c < Z::kRowScores; c++) {
         const T probability = exponential(s[r][c] - reference);
         sum += probability;
-        own_score(tile, r, c) = kept & score_bit(r, c) ? probability * factor : T(0);
+        own_score<Z>(tile, r, c) = kept & score_bit<Z>(r, c) ? probability * factor : T(0);
       }
-      sum = row_sum(sum);
-      if (thread_column() == 0) {
+      sum = row_sum<Z>(sum);
+      if (leads_row<Z>()) {
         maxima[row] = now;
         sums[row] = sums[row] * rescale + sum;
       }
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int e = 0; e < Z::kVector; e++) o[half][r][e] *= rescale;
+        for (int e = 0; e < Z::kOutputColumns; e++) o[half][r][e] *= rescale;
       }
     }
 
@@ -120,9 +123,9 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
         },
         [&](int n, const T* stage) {
           if (two_halves) {
-            multiply_tile<0, 2, T>(o, tile, n * Z::kSlice, stage);
+            Z::template multiply_tile<0, 2>(o, tile, n * Z::kSlice, stage);
           } else {
-            multiply_tile<0, 1, T>(o, tile, n * Z::kSlice, stage);
+            Z::template multiply_tile<0, 1>(o, tile, n * Z::kSlice, stage);
           }
         });
   }
@@ -130,8 +133,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const T sink = p.sinks.present ? read_term<In>(p.sinks, 0, h, 0, 0) : -infinity<T>();
 #pragma unroll
   for (int r = 0; r < Z::kRows; r++) {
-    const int i = i0 + thread_row() + kThreadRows * r;
-    const int row = thread_row() + kThreadRows * r;
+    const int i = i0 + own_row<Z>(r);
+    const int row = own_row<Z>(r);
     T row_max = maxima[row], total = sums[row];
     const bool empty = total == T(0) || i >= queries;  // no key took part; a sink does not count
     if (empty) {
@@ -146,11 +149,16 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int e = 0; e < Z::kVector; e++) o[half][r][e] = empty ? T(0) : o[half][r][e] * (rescale / total);
-      const int column = column0 + half * Z::kHalf + Z::kVector * thread_column();
-      store_vector<In>(params.output.out, b, h, i, column, o[half][r], int(p.dim_v) - column);
+      for (int e = 0; e < Z::kOutputColumns; e++)
+        o[half][r][e] = empty ? T(0) : o[half][r][e] * (rescale / total);
+#pragma unroll
+      for (int n = 0; n < Z::kOutputColumns / Z::kVector; n++) {
+        const int column = column0 + Z::output_column(half, n);
+        store_vector<In>(params.output.out, b, h, i, column, o[half][r] + n * Z::kVector,
+                         int(p.dim_v) - column);
+      }
     }
-    if (column0 == 0 && thread_column() == 0) {
+    if (column0 == 0 && leads_row<Z>()) {
       const T log_sum = total == T(0) ? T(0) : log(total);
       element<T>(params.output.lse, b, h, i, 0) = with_sink + log_sum;
       element<T>(params.output.lse_parts, b, h, i, 0) = with_sink;

@@ -13,9 +13,9 @@
 namespace attn_ext::cuda::simt {
 
 // The rows' max, log and delta that attn_bwd_rows wrote, of a tile of queries, in shared memory.
-template <class T>
+template <class Z>
 struct RowState {
-  using Z = Tile<T>;
+  using T = typename Z::T;
 
   T* shared;  // [3][kQueries]
 
@@ -36,14 +36,15 @@ struct RowState {
 };
 
 // Logits become probabilities.
-template <class T>
-__device__ __forceinline__ void to_probabilities(ScoreTile<T>& s, const RowState<T>& rows) {
+template <class Z>
+__device__ __forceinline__ void to_probabilities(ScoreTile<Z>& s, const RowState<Z>& rows) {
+  using T = typename Z::T;
 #pragma unroll
-  for (int r = 0; r < Tile<T>::kRows; r++) {
-    const int row = thread_row() + kThreadRows * r;
+  for (int r = 0; r < Z::kRows; r++) {
+    const int row = own_row<Z>(r);
     const T row_max = rows.max(row), row_log = rows.log(row);
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
+    for (int c = 0; c < Z::kRowScores; c++) {
       const T exponent =
           s[r][c] - row_max - row_log;  // at most 0 but for rounding, which grows with the logits
       s[r][c] = exponential(exponent > T(0) ? T(0) : exponent);
@@ -52,15 +53,17 @@ __device__ __forceinline__ void to_probabilities(ScoreTile<T>& s, const RowState
 }
 
 // g: dO V^T becomes dS. `factor` is 1, or with dropout 1 / (1 - p) for the probabilities `kept`.
-template <class T>
-__device__ __forceinline__ void to_score_gradients(ScoreTile<T>& g, const ScoreTile<T>& p,
-                                                   const RowState<T>& rows, ScoreSet kept, T factor) {
+template <class Z>
+__device__ __forceinline__ void to_score_gradients(ScoreTile<Z>& g, const ScoreTile<Z>& p,
+                                                   const RowState<Z>& rows, ScoreSet kept,
+                                                   typename Z::T factor) {
+  using T = typename Z::T;
 #pragma unroll
-  for (int r = 0; r < Tile<T>::kRows; r++) {
-    const T delta = rows.delta(thread_row() + kThreadRows * r);
+  for (int r = 0; r < Z::kRows; r++) {
+    const T delta = rows.delta(own_row<Z>(r));
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const T dp = kept & score_bit(r, c) ? g[r][c] * factor : T(0);
+    for (int c = 0; c < Z::kRowScores; c++) {
+      const T dp = kept & score_bit<Z>(r, c) ? g[r][c] * factor : T(0);
       g[r][c] =
           p[r][c] == T(0) ? T(0) : p[r][c] * (dp - delta);  // hidden keys have none, whatever V holds there
     }

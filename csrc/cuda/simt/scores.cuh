@@ -2,7 +2,6 @@
 // those of csrc/cpu/scores.h. Which of them apply is the same for all threads: branches, not variants of the kernels.
 #pragma once
 
-#include "../tile/philox.cuh"
 #include "../tile/visibility.cuh"
 #include "products.cuh"
 
@@ -10,7 +9,10 @@ namespace attn_ext::cuda::simt {
 
 // A set of a thread's scores, one bit each.
 using ScoreSet = uint32_t;
-__device__ constexpr ScoreSet score_bit(int r, int c) { return ScoreSet(1) << (4 * r + c); }
+template <class Z>
+__device__ constexpr ScoreSet score_bit(int r, int c) {
+  return ScoreSet(1) << (Z::kRowScores * r + c);
+}
 
 // A number of a bias, mask, slope or sink: of q's dtype, or float32 beside half types.
 template <class In>
@@ -29,7 +31,7 @@ template <class In>
 class Scores {
  public:
   using T = Math<In>;
-  using Z = Tile<T>;
+  using Z = Cores<In>;
 
   __device__ __forceinline__ Scores(const AttentionParams& p, int b, int h)
       : visible(p, b), p_(p), b_(b), h_(h),
@@ -45,33 +47,41 @@ class Scores {
 
   // Products of queries i0 .. and keys j0 .. become logits, -inf where hidden. `tile` is scratch: the thread uses its
   // own places. With softcap they hold the derivative d(capped)/d(raw) afterwards.
-  __device__ __forceinline__ void finish(ScoreTile<T>& s, int i0, int j0, T* tile) const {
+  __device__ __forceinline__ void finish(ScoreTile<Z>& s, int i0, int j0, T* tile) const {
     const T scale = T(p_.scale);
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) s[r][c] *= scale;
+      for (int c = 0; c < Z::kRowScores; c++) s[r][c] *= scale;
     }
     const KeyRange inner = visible.of_all_queries(i0, i0 + Z::kQueries - 1);
     if (!has_options_ && inner.begin <= j0 && j0 + Z::kKeys <= inner.end) return;
 
-    // One row after another, to have the code of the options once. Registers cannot be indexed by a loop variable:
-    // the way in goes through shared memory, the way out through predicated moves.
+    // Four scores of a row after another, to have the code of the options once. Registers cannot be indexed by a loop
+    // variable: the way in goes through shared memory, the way out through predicated moves.
 #pragma unroll
     for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) own_score(tile, r, c) = s[r][c];
+      for (int c = 0; c < Z::kRowScores; c++) own_score<Z>(tile, r, c) = s[r][c];
     }
+    constexpr int kRowParts = Z::kRowScores / 4;
 #pragma unroll 1
-    for (int row = 0; row < Z::kRows; row++) {
+    for (int part = 0; part < Z::kRows * kRowParts; part++) {
+      const int row = part / kRowParts, first = part % kRowParts * 4;
       T x[4];
 #pragma unroll
-      for (int c = 0; c < 4; c++) x[c] = own_score(tile, row, c);
-      finish_row(x, i0 + thread_row() + kThreadRows * row, j0 + thread_column(), &own_score(tile, row, 0));
+      for (int c = 0; c < 4; c++) x[c] = own_score<Z>(tile, row, first + c);
+      if (has_cap()) {
+        T slopes[4];
+        cap(x, slopes);
+#pragma unroll
+        for (int c = 0; c < 4; c++) own_score<Z>(tile, row, first + c) = slopes[c];
+      }
+      finish_four(x, i0 + own_row<Z>(row), j0 + own_column<Z>(first));
 #pragma unroll
       for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
-        for (int c = 0; c < 4; c++) s[r][c] = r == row ? x[c] : s[r][c];
+        for (int c = 0; c < Z::kRowScores; c++) s[r][c] = part == r * kRowParts + c / 4 ? x[c % 4] : s[r][c];
       }
     }
   }
@@ -82,44 +92,19 @@ class Scores {
     return T(d < 0 ? -d : d);
   }
 
-  // The probabilities that survive dropout. One Philox call serves 8 neighbouring keys of a row: half of the 16 threads
-  // of a row draw for it, the other half for the next row, and the bits change hands.
+  // The probabilities that survive dropout.
   __device__ __forceinline__ ScoreSet kept(int i0, int j0) const {
-    static_assert(Z::kKeys == 8 * 8 && kThreadColumns == 2 * 8, "8 groups of 8 keys for two rows at a time");
-    const uint64_t key = p_.dropout.key();
-    const int x = anew(threadIdx.x) % kThreadColumns;
-    ScoreSet result = 0;
-#pragma unroll 1
-    for (int r = 0; r < Z::kRows; r += 2) {
-      const int i = i0 + thread_row() + kThreadRows * (r + x / 8);
-      const Philox4 random = philox(key, uint32_t(j0 / 8 + x % 8), uint32_t(i), uint32_t(h_), uint32_t(b_));
-      uint32_t bits = 0;
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        const uint32_t number = random.word[n / 2] >> (16 * (n % 2)) & 0xffffu;
-        bits |= uint32_t(number >= p_.dropout.threshold) << n;
-      }
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int c = 0; c < 4; c++) {  // key x + 16 c is number x % 8 of group 2 c + x / 8
-          const uint32_t group = __shfl_sync(0xffffffffu, bits, 8 * half + 2 * c + x / 8, kThreadColumns);
-          result |= (group >> (x % 8) & 1) << (4 * (r + half) + c);
-        }
-      }
-    }
-    return result;
+    return Z::kept(p_.dropout, i0, j0, h_, b_);
   }
 
  private:
-  // Four scores of query i, keys j, j + 16 .. j + 48.
-  __device__ __forceinline__ void finish_row(T (&x)[4], int i, int j, T* slopes) const {
-    if (has_cap()) cap(x, slopes);
+  // Four scores of query i, the first of key j.
+  __device__ __forceinline__ void finish_four(T (&x)[4], int i, int j) const {
     const KeyRange keys = visible.of_query(i);
     bool seen[4];
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-      const int key = j + kThreadColumns * c;
+      const int key = j + Z::column_step(c);
       seen[c] = keys.begin <= key && key < keys.end;
     }
     if (p_.bias.present) add(p_.bias, x, i, j, seen);
@@ -127,19 +112,19 @@ class Scores {
     if (p_.alibi_slopes.present) {
       const T slope = read_term<In>(p_.alibi_slopes, b_, h_, 0, 0);
 #pragma unroll
-      for (int c = 0; c < 4; c++) x[c] -= slope * distance(i, j + kThreadColumns * c);
+      for (int c = 0; c < 4; c++) x[c] -= slope * distance(i, j + Z::column_step(c));
     }
     if (p_.bool_mask.present) {
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        if (seen[c]) seen[c] = element<const uint8_t>(p_.bool_mask, b_, h_, i, j + kThreadColumns * c) != 0;
+        if (seen[c]) seen[c] = element<const uint8_t>(p_.bool_mask, b_, h_, i, j + Z::column_step(c)) != 0;
       }
     }
 #pragma unroll
     for (int c = 0; c < 4; c++) x[c] = seen[c] ? x[c] : -infinity<T>();
   }
 
-  __device__ __forceinline__ void cap(T (&x)[4], T* slopes) const {
+  __device__ __forceinline__ void cap(T (&x)[4], T (&slopes)[4]) const {
     constexpr T kLargest = sizeof(T) == 4 ? T(3.4028234663852886e38) : T(1.7976931348623157e308);
     // Finite also for a tiny cap, which leaves only the sign of a logit: 0 * inf would be NaN.
     const T limit = T(p_.softcap), inverse = limit > T(1) / kLargest ? T(1) / limit : kLargest;
@@ -147,7 +132,7 @@ class Scores {
     for (int c = 0; c < 4; c++) {
       const T t = tanh_of(x[c] * inverse);
       x[c] = t * limit;
-      slopes[kThreadColumns * c] = T(1) - t * t;
+      slopes[c] = T(1) - t * t;
     }
   }
 
@@ -157,7 +142,7 @@ class Scores {
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       if (!seen[c]) continue;
-      const T value = read_term<In>(term, b_, h_, i, j + kThreadColumns * c);
+      const T value = read_term<In>(term, b_, h_, i, j + Z::column_step(c));
       seen[c] = value != -infinity<T>();
       x[c] += value;
     }

@@ -1,7 +1,7 @@
-// How the CUDA-core kernels cut a problem. Plain C++: the planner sizes launches with it, the kernels decompose
+// How the kernels of this folder cut a problem. Plain C++: the planner sizes launches with it, the kernels decompose
 // blockIdx.x with it.
 //
-// A block of 8 x 16 threads computes a tile of scores (queries x keys) and adds to a chunk of an output, of up to
+// A block of 128 threads computes a tile of scores (queries x keys) and adds to a chunk of an output, of up to
 // kColumns columns, that stays in its registers. Head dims of any size are taken in slices of kSlice, outputs wider
 // than a chunk by several blocks, each of which computes the scores again.
 #pragma once
@@ -10,15 +10,33 @@
 
 namespace attn_ext::cuda::simt {
 
-constexpr int kThreadRows = 8, kThreadColumns = 16;  // thread t stands at (t / 16, t % 16)
-constexpr int kThreads = kThreadRows * kThreadColumns;
+constexpr int kThreads = 128;
 // Blocks on a multiprocessor that the kernels are compiled for: with 255 registers a thread none spills, with the 168 of
 // three blocks all do. Two take 87 KB of shared memory, and sm_86 and sm_89 have 100.
 constexpr int kBlocksPerMultiprocessor = 2;
 
-// T is what is computed in: float for float32 and the half types, double for float64.
+// A tile and what it takes of shared memory, in numbers of type T.
+template <class T, class Layout>
+struct SharedMemory : Layout {
+  using L = Layout;
+  // Either both operands of the scores or a slice of rows.
+  static constexpr int kScoreStage = (L::kQueries + L::kKeys) * L::kSlicePitch;
+  static constexpr int kRowPitch = L::kKeyRowPitch > L::kQueryRowPitch ? L::kKeyRowPitch : L::kQueryRowPitch;
+  static constexpr int kRowStage = L::kSlice * kRowPitch;
+  static constexpr int kStage = kScoreStage > kRowStage ? kScoreStage : kRowStage;
+  static constexpr int kTileSize = L::kQueries * L::kTilePitch;
+  static constexpr int kRowSums = 2 * L::kQueries;   // forward: max, sum
+  static constexpr int kRowState = 3 * L::kQueries;  // backward: max, log, delta
+
+  static constexpr int kForwardBytes = int(sizeof(T)) * (2 * kStage + kTileSize + kRowSums);
+  static constexpr int kBackwardBytes = int(sizeof(T)) * (2 * kStage + kTileSize + 2 * kRowState);
+};
+
+// On CUDA cores. Thread t stands at (t / 16, t % 16). T is what is computed in: float for float32 and the half types,
+// double for float64.
 template <class T>
-struct Tile {
+struct CudaCoreLayout {
+  static constexpr int kThreadRows = 8, kThreadColumns = 16;
   static constexpr int kVector = 16 / sizeof(T);  // numbers in 16 bytes, the widest access of shared memory
   // Scores of a thread: 8 x 4 floats. Per 128 multiply-adds it reads 12 vectors, so that shared memory keeps up with
   // the 128 FMA a cycle of sm_86 and newer. With the 64 numbers of output, and another 32 scores in the backward (P and
@@ -32,35 +50,54 @@ struct Tile {
   // Head dims, or rows of V, K, Q or dO, that arrive at a time. 512 multiply-adds of a thread between two barriers.
   static constexpr int kSlice = 16;
 
-  // Shared memory, in numbers. The pitch of a slice is an odd number of vectors, so that eight threads that read a
-  // vector each from eight rows meet eight different groups of banks. That of the tile is 16 more than a multiple of
-  // 32 (banks) for float: the two rows that a warp writes at a time fall into different halves of the banks.
+  // The pitch of a slice is an odd number of vectors, so that eight threads that read a vector each from eight rows meet
+  // eight different groups of banks. That of the tile is 16 more than a multiple of 32 (banks) for float: the two rows
+  // that a warp writes at a time fall into different halves of the banks.
   static constexpr int kSlicePitch = kSlice + kVector;
   static constexpr int kTilePitch = kKeys + 16;
-  static constexpr int kStage =
-      (kQueries + kKeys) * kSlicePitch;  // both operands of the scores: the larger kind
-  static constexpr int kTileSize = kQueries * kTilePitch;
-  static constexpr int kRowSums = 2 * kQueries;   // forward: max, sum
-  static constexpr int kRowState = 3 * kQueries;  // backward: max, log, delta
-  static_assert(kSlice * kColumns <= kStage, "a slice of rows is copied into the same buffers");
-
-  static constexpr int kForwardBytes = int(sizeof(T)) * (2 * kStage + kTileSize + kRowSums);
-  static constexpr int kBackwardBytes = int(sizeof(T)) * (2 * kStage + kTileSize + 2 * kRowState);
+  static constexpr int kKeyRowPitch = kColumns, kQueryRowPitch = kColumns;  // slices of rows: read one by one
 };
 
-// The same for host code that has only the dtype.
+template <class T>
+using CudaCoreTile = SharedMemory<T, CudaCoreLayout<T>>;
+
+// On tensor cores: float32 whose products take TF32 operands. The same tile in float; a warp computes 16 of its rows, in
+// fragments of mma.m16n8k8 (tf32.cuh says which thread has what). With lane = 4 g + q:
+struct Tf32Layout {
+  static constexpr int kVector = 4;
+  static constexpr int kRows = 2;  // of queries or keys: g and g + 8 of the warp's 16
+  static constexpr int kQueries = 64, kKeys = 64, kKeyRows = kRows;
+  static constexpr int kHalf = 64, kColumns = 128;
+  static constexpr int kSlice = 16;  // two steps of k
+
+  // Pitches in banks, of which there are 32. Slices of the scores' operands: a thread reads four neighbours of row g,
+  // and the eight threads of two rows all banks.
+  static constexpr int kSlicePitch = kSlice;
+  // The tile: of row g column 2 q or its neighbour (8 g + 2 q + 0 or 1), of row q column g (8 q + g).
+  static constexpr int kTilePitch = kKeys + 8;
+  // Slices of rows, vectors at column 4 g: of row 2 q where the tile's rows are multiplied with them, of row q where its
+  // columns are (8 q + 4 g both times).
+  static constexpr int kKeyRowPitch = kColumns + 4, kQueryRowPitch = kColumns + 8;
+};
+
+using Tf32Tile = SharedMemory<float, Tf32Layout>;
+
+// The same for host code.
 struct Sizes {
   int queries, keys, columns, forward_bytes, backward_bytes;
 };
 
-template <class T>
+template <class Tile>
 constexpr Sizes sizes_of_tile() {
-  return {Tile<T>::kQueries, Tile<T>::kKeys, Tile<T>::kColumns, Tile<T>::kForwardBytes,
-          Tile<T>::kBackwardBytes};
+  return {Tile::kQueries, Tile::kKeys, Tile::kColumns, Tile::kForwardBytes, Tile::kBackwardBytes};
 }
 
-constexpr Sizes sizes(DType dtype) {
-  return dtype == DType::kFloat64 ? sizes_of_tile<double>() : sizes_of_tile<float>();
+constexpr bool in_tf32(const AttentionParams& p) { return p.allow_tf32 && p.q.dtype == DType::kFloat32; }
+
+constexpr Sizes sizes(const AttentionParams& p) {
+  return in_tf32(p)                     ? sizes_of_tile<Tf32Tile>()
+         : p.q.dtype == DType::kFloat64 ? sizes_of_tile<CudaCoreTile<double>>()
+                                        : sizes_of_tile<CudaCoreTile<float>>();
 }
 
 ATTN_HOST_DEVICE constexpr int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }

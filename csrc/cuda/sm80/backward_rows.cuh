@@ -1,6 +1,7 @@
 // The first step of every backward: what the other kernels need to know of each query row.
 //   delta = rowsum(dO * O) - dLSE, so that dS = P * (dP - delta)
-// and the row's LSE, in two parts or joined (BackwardParams says in which arrays).
+// and the row's LSE, in two parts or joined (BackwardParams says in which arrays). dO is taken as the products see it, in
+// TF32 rounded: of a row that attends to one key alone, dP is delta then, and dS is 0.
 #pragma once
 
 #include "../kernel_params.h"
@@ -39,7 +40,7 @@ struct BackwardRows {
   static __device__ __forceinline__ void add(T& sum, Stored x, Stored y, bool& nonzero) {
     const T a = Element::widen(x);
     nonzero |= a != T(0);
-    sum += a * Element::widen(y);
+    sum += a * Element::operand(Element::widen(y));
   }
 
   static __device__ __forceinline__ bool wide(const StridedView& view, int64_t columns) {

@@ -43,6 +43,25 @@ __device__ __forceinline__ void mma<bf16>(FragmentC& c, const FragmentA& a, uint
       : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
 
+// An operand of mma_tf32. The tensor cores ignore the last 13 bits of a float, so with half of the last place that they
+// read (2^-11 of x's power of two) added, x is rounded to 10 bits of mantissa, ties away from zero. Infinities and NaN
+// stay what they are; numbers beyond TF32's largest become infinite. cvt.rna.tf32.f32 does the same, but the assembler
+// makes of it an addition under one and the same predicate for every number, 14 cycles each; this takes 2.
+__device__ __forceinline__ float round_to_tf32(float x) {
+  return fmaf(__uint_as_float(__float_as_uint(x) & 0xff800000u), 0x1p-11f, x);
+}
+
+// c += a * b by mma.m16n8k8 on TF32. c is as in FragmentC; with row = lane / 4 and k = lane % 4, a is {(row, k),
+// (row + 8, k), (row, k + 4), (row + 8, k + 4)}, and b0 and b1 are (k, n = row) and (k + 4, n = row).
+__device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float& c3, const float (&a)[4],
+                                         float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 // The address of shared memory as ldmatrix and cp.async take it.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));

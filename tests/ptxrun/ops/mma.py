@@ -23,7 +23,9 @@ def unpack(u, t):
         return u.view(np.int8).reshape(*u.shape, 4).astype(np.float64)
     if t == "u8":
         return u.view(np.uint8).reshape(*u.shape, 4).astype(np.float64)
-    v = (u & np.uint32(0xFFFFE000)).view(np.float32)  # tf32: hardware ignores the low bits
+    # tf32: hardware ignores the low bits. The assembler counts on that: between a cvt.rna.tf32.f32 and an mma
+    # it leaves out the mask that clears them (ptxas 13.0, sm_80 to sm_120).
+    v = (u & np.uint32(0xFFFFE000)).view(np.float32)
     return v.reshape(*u.shape, 1)
 
 

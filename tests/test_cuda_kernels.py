@@ -1,0 +1,178 @@
+"""Every CUDA kernel against the formula, forward and backward: in ptxrun, and on a GPU where there is one.
+
+There is one kernel for each half type, bucket of head dims, direction and variant, each with code of its own
+for whole tiles, tiles at the edge of what is visible, and tiles cut short. The problems below are the
+smallest that send a kernel through all of it; `pytest --kernel-lines=FILE` tells which lines they leave out.
+test_cuda_faults.py has the options one by one, in more shapes, on fewer kernels.
+"""
+
+import pytest
+import torch
+from cuda_kernels import DEVICES, attention_on, dropout_factors, generator
+from oracle import check, qkv, randn
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+BUCKETS = (32, 64, 96, 128, 192, 256)
+
+every_device = pytest.mark.parametrize("device", DEVICES)
+TENSOR_CORES = [(dtype, b) for b in BUCKETS for dtype in (F16, BF16)]
+CUDA_CORES = [(F16, 272), (BF16, 272), (F32, 40), (F64, 40)]
+
+every_kernel = pytest.mark.parametrize(("dtype", "bucket"), TENSOR_CORES, ids=str)
+every_other_kernel_too = pytest.mark.parametrize(("dtype", "bucket"), TENSOR_CORES + CUDA_CORES, ids=str)
+
+
+def call(device, **options):
+    """One multiprocessor: no tile of queries is so few that its keys would be split."""
+    return attention_on(device, multiprocessors=1, **options)
+
+
+def everything(device, q, k, seed=1):
+    """All options at once, and the tensors among them want gradients."""
+    (batch, heads, n, _), m = q.shape, k.shape[2]
+    return {
+        "mask": randn(batch, 1, n, m, seed=6) > -1,
+        "softcap": 3.0,
+        "alibi_slopes": randn(heads, dtype=F32, seed=7).abs() * 0.05,
+        "sinks": randn(heads, dtype=F32, seed=8),
+        "dropout_p": 0.2,
+        "keep": dropout_factors(device, batch, heads, n, m, 0.2, seed=seed),
+        "generator": generator(device, seed),
+    }
+
+
+@every_device
+@every_kernel
+def test_whole_tiles(device, dtype, bucket):
+    """The main loops: more keys than the ring of copies holds, and the loop's last tile is a whole one."""
+    check(*qkv(1, 1, 128, 256, bucket, dtype=dtype), call=call(device))
+
+
+@every_device
+@every_other_kernel_too
+def test_edges_grouped_heads_and_an_odd_head_dim(device, dtype, bucket):
+    """Rows that no 16 bytes divide, a window on both sides, lengths, rows and a sample that see nothing."""
+    len_q, len_k = (147, 203) if (dtype, bucket) in TENSOR_CORES else (21, 70)
+    q, k, v = qkv(2, 2, len_q, len_k, bucket - 7, bucket - 15, heads_kv=1, dtype=dtype)
+    lengths = {"key_lengths": [len_k - 13, 0], "query_lengths": [len_q - 7, len_q]}
+    check(q, k, v, call=call(device), window=(90, 20), **lengths)
+
+
+@every_device
+@every_kernel
+def test_scores_that_grow_from_tile_to_tile(device, dtype, bucket):
+    """The forward walks from the last keys to the first: each tile leaves the main loop for the exact one."""
+    q, k, v = qkv(1, 1, 65, 260, bucket, dtype=dtype)
+    k = (k.double() * torch.linspace(8, 0.1, 260)[:, None]).to(dtype)
+    check(q, k, v, call=call(device))
+
+
+EVERY_BIAS = [(*kernel, kernel[0]) for kernel in TENSOR_CORES + CUDA_CORES] + [
+    (*k, F32) for k in TENSOR_CORES
+]
+
+
+@every_device
+@pytest.mark.parametrize(("dtype", "bucket", "of_bias"), EVERY_BIAS, ids=str)
+def test_every_option(device, dtype, bucket, of_bias):
+    """The full variants, with a bias that has every axis; one sample sees nothing."""
+    len_q, len_k = (70, 150) if (dtype, bucket) in TENSOR_CORES else (21, 150)
+    q, k, v = qkv(2, 2, len_q, len_k, bucket - 8, bucket - 9, heads_kv=1, dtype=dtype)
+    bias = randn(2, 2, len_q, len_k, dtype=of_bias, seed=5)
+    options = everything(device, q, k)
+    check(q, k, v, bias=bias, causal=True, key_lengths=[len_k - 10, 0], call=call(device), **options)
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("case", ["plain", "every option", "one split"])
+def test_decoding(device, dtype, dim, case):
+    """Few queries: keys in splits, all query heads of a group at once."""
+    q, k, v = qkv(2, 6, 3, 300, dim, dim - 5, heads_kv=2, dtype=dtype)
+    options = {"causal": True}
+    if case == "every option":
+        bias = randn(2, 6, 3, 300, dtype=dtype, seed=5)
+        options = {**everything(device, q, k), "bias": bias, "window": (200, 2), "key_lengths": [280, 0]}
+    multiprocessors = 1 if case == "one split" else 108
+    check(q, k, v, call=attention_on(device, multiprocessors=multiprocessors), **options)
+
+
+@every_device
+@every_kernel
+@pytest.mark.parametrize("terms", ["half and float", "float and bool"])
+def test_aligned_bias_and_mask_on_whole_tiles(device, dtype, bucket, terms):
+    """Eight keys a load, and tiles that everybody sees."""
+    q, k, v = qkv(1, 1, 64, 128, bucket, dtype=dtype)
+    half, single = randn(1, 1, 64, 128, dtype=dtype, seed=5), randn(1, 1, 64, 128, dtype=F32, seed=6)
+    pair = (
+        {"bias": half, "mask": single} if terms == "half and float" else {"bias": single, "mask": half > -1}
+    )
+    check(q, k, v, call=call(device), **pair)
+
+
+@every_device
+@every_other_kernel_too
+@pytest.mark.parametrize("sum_over", ["queries and heads", "keys"])
+def test_broadcast_bias_and_float_mask(device, dtype, bucket, sum_over):
+    """Gradients that are summed over broadcast axes have kernels of their own."""
+    n = 70 if (dtype, bucket) in TENSOR_CORES else 21
+    q, k, v = qkv(2, 2, n, 77, bucket, dtype=dtype)
+    single = F64 if dtype == F64 else F32
+    shapes = (
+        [(1, 2, 1, 77), (2, 1, n, 77)] if sum_over == "queries and heads" else [(2, 1, 1, 1), (1, 2, n, 1)]
+    )
+    options = {
+        "bias": randn(*shapes[0], dtype=dtype, seed=5),
+        "mask": randn(*shapes[1], dtype=single, seed=6),
+        "key_lengths": [77, 60],
+        "query_lengths": [n - 9, n],
+    }
+    check(q, k, v, window=(60, 30), call=call(device), **options)
+
+
+@every_device
+@every_kernel
+def test_every_option_beside_a_broadcast_bias(device, dtype, bucket):
+    q, k, v = qkv(1, 2, 70, 77, bucket - 7, bucket - 9, heads_kv=1, dtype=dtype)
+    options = everything(device, q, k)
+    bias = randn(1, 1, 70, 77, dtype=F32, seed=5)
+    check(q, k, v, bias=bias, causal=True, query_lengths=[65], call=call(device), **options)
+
+
+@every_device
+@pytest.mark.parametrize(("dtype", "dim"), [(F16, 192), (BF16, 250)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpus_with_less_shared_memory(device, dtype, dim, causal):
+    """Head dims above 128 have forward kernels of their own where a block gets 99 KiB."""
+    check(*qkv(1, 2, 80, 150, dim, heads_kv=1, dtype=dtype), causal=causal, call=call(device, arch="sm_86"))
+
+
+@every_device
+@pytest.mark.parametrize(
+    "sizes", [(1, 1), (1, 147), (113, 203), (128, 217), (257, 63), (64, 64), (5, 0)], ids=str
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_sizes(device, sizes, causal):
+    batch_last = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(1, 1, *sizes, 64, dtype=F16)]
+    check(*batch_last, causal=causal, call=call(device))
+
+
+@every_device
+@pytest.mark.parametrize("dim", [1, 7, 32, 59, 64, 72, 80, 96, 111, 128, 160, 192, 224, 256, 320])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
+def test_head_dims(device, dim, dtype):
+    q, k, v = qkv(1, 1, 19, 37, dim, max(1, dim - 3), dtype=dtype)
+    check(q, k, v, causal=True, call=call(device))
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [F16, F32, F64], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 33, 70), (2, 1, 1, 70), (1, 6, 1, 1), (2, 6, 33, 70), (1, 1, 33, 1), (2, 1, 1, 1)],
+    ids=str,
+)
+def test_bias_of_every_broadcast_shape(device, dtype, shape):
+    q, k, v = qkv(2, 6, 33, 70, 40, heads_kv=2, dtype=dtype)
+    check(q, k, v, bias=randn(*shape, dtype=dtype, seed=5), call=call(device))
