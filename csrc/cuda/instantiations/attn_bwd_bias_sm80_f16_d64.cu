@@ -3,7 +3,7 @@
 
 namespace cuda = attn_ext::cuda;
 
-extern "C" __global__ void __launch_bounds__(cuda::kBiasThreads)
+extern "C" __global__ void __launch_bounds__(cuda::kBiasThreads, cuda::kBiasBlocks)
     attn_bwd_bias_sm80_f16_d64(const __grid_constant__ cuda::BackwardParams params) {
   cuda::BackwardBias<cuda::f16, 64>::run(params);
 }

@@ -188,9 +188,10 @@ class SliceCopy {
   // Rows of four vectors, of which eight neighbouring threads write two: half the banks each. Where neighbouring rows are
   // not 16 banks apart, rows 4 apart are (4 * 20 = 16 mod 32), and row g of the threads' eight takes row
   // (g % 2) * 4 + g / 2. Where they are, only single elements need care, which eight rows write at a time: every second
-  // row begins with another vector.
-  static constexpr bool kHalfBanks = kVectors == 4 && Pitch % 32 == 16,
-                        kSpreadRows = kVectors == 4 && !kHalfBanks;
+  // row begins with another vector. Rows of eight vectors of float64 have all banks each; single elements, half of
+  // them, need rows 16 banks apart, which those 4 apart are again (4 * 36 = 16 mod 32).
+  static constexpr bool kHalfBanks = kVectors == 4 && Pitch % 32 == 16;
+  static constexpr bool kSpreadRows = (kVectors == 4 && !kHalfBanks) || (kVectors == 8 && Pitch % 8 == 2);
   __device__ __forceinline__ int own_row() const {
     const int g = thread_ / kVectors;
     return kSpreadRows ? (g & ~7) + (g % 2) * 4 + g % 8 / 2 : g;

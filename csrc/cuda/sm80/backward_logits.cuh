@@ -49,6 +49,9 @@ struct TileMask {
   uint32_t from_left, width;  // distance of element (0, 0) to the left end; length of the interval
   int left;                   // rows of the stream that exist, from element (0, 0) on
 
+  __device__ __forceinline__ TileMask(uint32_t from_left, uint32_t width, int left)
+      : from_left(from_left), width(width), left(left) {}
+
   // `key` and `query` of element (0, 0).
   __device__ __forceinline__ TileMask(const Visibility& visible, int key, int query, int left) : left(left) {
     // No two positions are farther apart than an int says, so clamped reaches mean the same.
@@ -57,7 +60,15 @@ struct TileMask {
                   end = min(max(visible.reach_right, -most - 1), most);
     from_left = uint32_t(key) - uint32_t(query) - uint32_t(begin);
     width = uint32_t(end - begin);
-    if (end < begin) this->left = 0;
+    if (end < begin) this->left = 0;  // nothing is visible, here and in later tiles
+  }
+
+  // The mask of a tile whose keys (queries) come `rows` later in the stream.
+  __device__ __forceinline__ TileMask later_keys(int rows) const {
+    return {from_left + uint32_t(rows), width, left - rows};
+  }
+  __device__ __forceinline__ TileMask later_queries(int rows) const {
+    return {from_left - uint32_t(rows), width, left - rows};
   }
 
   // For the element that lies `distance` farther to the right of the diagonal, in row `streamed` of the stream after
@@ -74,21 +85,15 @@ __device__ __forceinline__ bool test(uint32_t bits, int n, int e) { return bits 
 template <class Half>
 struct BackwardLogits {
   const AttentionParams& p;
-  int64_t b, h;
+  int b, h;
   Visibility visibility;
   float scale, cap, inverse_cap, alibi_slope;
 
-  __device__ BackwardLogits(const AttentionParams& p, int64_t b, int64_t h)
-      : p(p), b(b), h(h), visibility(p, b) {
+  __device__ BackwardLogits(const AttentionParams& p, int b, int h) : p(p), b(b), h(h), visibility(p, b) {
     scale = float(p.scale);
     cap = float(p.softcap);
     // Finite also for a tiny cap, which leaves only the sign of a logit: 0 * inf would be NaN.
     inverse_cap = cap > 2.938736e-39f ? 1.0f / cap : 3.4028234e38f;
-    set_head(h);
-  }
-
-  __device__ __forceinline__ void set_head(int64_t head) {
-    h = head;
     alibi_slope = 0.0f;
     if (p.alibi_slopes.present)
       alibi_slope = load_element<Half>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);

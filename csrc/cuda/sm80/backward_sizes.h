@@ -30,13 +30,14 @@ struct BackwardTile {
 ATTN_HOST_DEVICE constexpr BackwardTile dkdv_tile(int head_dim, bool full) {
   if (full) {
     if (head_dim <= 128) return {4, 16, 32, 16, 0, head_dim <= 64 ? 3 : 2};
-    return {4, 16, 16, 16, 1, 1};
+    if (head_dim <= 192) return {4, 16, 16, 16, 1, 1};
+    return {2, 16, 16, 16, 0, 2};
   }
-  if (head_dim <= 32) return {4, 32, 64, 32, 2, 2};
+  if (head_dim <= 32) return {4, 32, 32, 32, 2, 2};
   if (head_dim <= 64) return {4, 32, 32, 32, 0, 2};
   if (head_dim <= 96) return {8, 16, 64, 32, 1, 1};
   if (head_dim <= 128) return {8, 16, 32, 32, 1, 1};
-  if (head_dim <= 192) return {4, 16, 32, 16, 1, 1};
+  if (head_dim <= 192) return {2, 16, 32, 32, 1, 2};
   return {4, 16, 16, 16, 1, 1};
 }
 
@@ -45,7 +46,7 @@ ATTN_HOST_DEVICE constexpr BackwardTile dkdv_tile(int head_dim, bool full) {
 ATTN_HOST_DEVICE constexpr bool dkdv_split(int head_dim) { return head_dim > 128; }
 
 ATTN_HOST_DEVICE constexpr BackwardTile dq_tile(int head_dim, bool full) {
-  if (full) return {4, 16, head_dim <= 192 ? 32 : 16, 16, 1, 2};
+  if (full) return head_dim <= 192 ? BackwardTile{4, 16, 32, 16, 1, 2} : BackwardTile{4, 16, 16, 16, 0, 1};
   if (head_dim <= 32) return {4, 32, 64, 32, 2, 2};
   if (head_dim <= 64) return {4, 32, 32, 32, 1, 2};
   if (head_dim <= 96) return {8, 16, 64, 32, 2, 1};
@@ -77,6 +78,8 @@ ATTN_HOST_DEVICE constexpr int dq_shared_bytes(int head_dim, bool full) {
 // The gradient of a broadcast bias: tiles of kBiasRows queries and as many keys as shared memory allows (99 KiB of a
 // block on sm_86 and sm_89).
 constexpr int kBiasWarps = 4, kBiasRows = kBiasWarps * 16, kBiasThreads = kBiasWarps * 32;
+// Blocks a multiprocessor that registers are budgeted for: the compiler, left alone, wants more and spills for them.
+constexpr int kBiasBlocks = 2;
 ATTN_HOST_DEVICE constexpr int bias_keys(int head_dim) {
   return head_dim <= 128 ? 64 : head_dim <= 192 ? 32 : 16;
 }

@@ -23,26 +23,53 @@ __device__ __forceinline__ float4 load_shared(uint32_t address) {
   return x;
 }
 
-// Copies a tile whose rows all exist and have no piece of 16 bytes that lies half in them: one predicated instruction a
-// piece, where any number of bytes takes several. The pieces that lie outside are left alone: clear_outside() has made
-// them zero.
-template <int kDim, int kRows, int kThreads>
-__device__ __forceinline__ void copy_whole_pieces(const RowLoader<kDim, kRows, kThreads>& loader,
-                                                  uint32_t shared) {
-  using Lanes = RowLanes<kDim, kThreads>;
-  const char* from = loader.source;
-#pragma unroll
-  for (int i = 0; i < kRows / Lanes::kRowsAtOnce; i++) {
-#pragma unroll
-    for (int c = 0; c < Lanes::kColumns; c++) {
-      if (loader.chunk_bytes[c] > 0) {
-        copy_async_16(shared + i * Lanes::kRowsAtOnce * Lanes::kRowBytes + c * Lanes::kLanes * 16,
-                      from + c * Lanes::kLanes * 16);
-      }
-    }
-    from += Lanes::kRowsAtOnce * loader.row_bytes;
-  }
+// blockIdx.x, read anew: what follows from it is then computed a second time at the kernel's end and not held in
+// registers all through its loops.
+__device__ __forceinline__ uint32_t block_index() {
+  uint32_t x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
 }
+
+// A thread's share of a tile of both streamed operands, which lie one after the other in a stage.
+template <int kDim, int kRows, int kThreads>
+struct PairLoader {
+  using Lanes = RowLanes<kDim, kThreads>;
+  using Loader = RowLoader<kDim, kRows, kThreads>;
+  static constexpr int kStreamBytes = kRows * Lanes::kRowBytes;
+  static constexpr int kOperandPieces = kRows / Lanes::kRowsAtOnce * Lanes::kColumns;
+
+  Loader first, second;
+
+  // `shared`: the thread's first piece in the stage. Only the first `exist` rows are copied, the others become zero.
+  __device__ __forceinline__ void load(uint32_t shared, int exist, const void* valid) const {
+    first.load(shared, exist, valid);
+    second.load(shared + kStreamBytes, exist, valid);
+  }
+
+  // A tile whose rows all exist and have no piece of 16 bytes that lies half in them: one instruction a piece, where any
+  // number of bytes takes several. Pieces that lie outside are left alone: clear_outside() has made them zero. To be
+  // called in every step k of a product over the head dimension: a part of the copy in each of kDim / 32 of them. The
+  // assembler moves no ldmatrix across a copy; small parts hold up few. (The steps were found by trial.)
+  __device__ __forceinline__ void copy_whole(uint32_t shared, int k) const {
+    constexpr int kParts = kDim / 32, kFirst = kDim == 32 ? 1 : 2;
+#pragma unroll
+    for (int n = 0; n < 2 * kOperandPieces; n++) {
+      if (n * kParts / (2 * kOperandPieces) != k - kFirst) continue;
+      const Loader& loader = n < kOperandPieces ? first : second;
+      const int i = n % kOperandPieces / Lanes::kColumns, c = n % kOperandPieces % Lanes::kColumns;
+      copy_async_16_if(loader.chunk_bytes[c],
+                       shared + n / kOperandPieces * kStreamBytes +
+                           i * Lanes::kRowsAtOnce * Lanes::kRowBytes + c * Lanes::kLanes * 16,
+                       loader.source + i * Lanes::kRowsAtOnce * loader.row_bytes + c * Lanes::kLanes * 16);
+    }
+  }
+
+  __device__ __forceinline__ void step_back() {
+    first.step_back();
+    second.step_back();
+  }
+};
 
 template <int kDim, int kRows, int kThreads>
 __device__ __forceinline__ void clear_outside(const RowLoader<kDim, kRows, kThreads>& loader,
@@ -92,59 +119,72 @@ struct OwnOperand {
   }
 };
 
-// c += own * stream^T for kN rows of the stream that start at `stream`, a lane's address of a B fragment.
-template <class Half, int kDim, int kM, int kN, class Own>
-__device__ __forceinline__ void multiply_rows(FragmentC (&c)[kM][kN / 8], const Own& own, uint32_t stream) {
+struct Nothing {
+  __device__ __forceinline__ void operator()(int) const {}
+};
+
+// c += own * stream^T for kN rows of the stream that start at `stream`, a lane's address of a B fragment, in columns of c
+// from fragment `column` on. between(k) is called for each 16 of the head dimension, between its loads and its products.
+template <class Half, int kDim, int kM, int kN, class Own, int kColumns, class Between = Nothing>
+__device__ __forceinline__ void multiply_rows(FragmentC (&c)[kM][kColumns], const Own& own, uint32_t stream,
+                                              int column = 0, Between&& between = {}) {
 #pragma unroll
   for (int k = 0; k < kDim / 16; k++) {
     FragmentA a[kM];
+    uint32_t b[kN / 16][4];
     own.get(a, k);
 #pragma unroll
+    for (int n = 0; n < kN / 16; n++) ldmatrix_x4(b[n], stream + n * 16 * shared_row_bytes(kDim) + k * 32);
+    between(k);
+#pragma unroll
     for (int n = 0; n < kN / 16; n++) {
-      uint32_t b[4];
-      ldmatrix_x4(b, stream + n * 16 * shared_row_bytes(kDim) + k * 32);
 #pragma unroll
       for (int m = 0; m < kM; m++) {
-        mma<Half>(c[m][2 * n], a[m], b[0], b[1]);
-        mma<Half>(c[m][2 * n + 1], a[m], b[2], b[3]);
+        mma<Half>(c[m][column + 2 * n], a[m], b[n][0], b[n][1]);
+        mma<Half>(c[m][column + 2 * n + 1], a[m], b[n][2], b[n][3]);
       }
     }
   }
 }
 
-// Two such products at once. With 16 rows a warp, one alone would be too few independent sums to hide the latency of mma.
-template <class Half, int kDim, int kM, int kN, class Own, class OtherOwn>
-__device__ __forceinline__ void multiply_rows(FragmentC (&c)[kM][kN / 8], const Own& own, uint32_t stream,
-                                              FragmentC (&other_c)[kM][kN / 8], const OtherOwn& other_own,
-                                              uint32_t other_stream) {
-#pragma unroll
-  for (int k = 0; k < kDim / 16; k++) {
-    FragmentA a[kM], other_a[kM];
-    own.get(a, k);
-    other_own.get(other_a, k);
-#pragma unroll
-    for (int n = 0; n < kN / 16; n++) {
-      const int offset = n * 16 * shared_row_bytes(kDim) + k * 32;
-      uint32_t b[4], other_b[4];
-      ldmatrix_x4(b, stream + offset);
-      ldmatrix_x4(other_b, other_stream + offset);
-#pragma unroll
-      for (int m = 0; m < kM; m++) {
-        mma<Half>(c[m][2 * n], a[m], b[0], b[1]);
-        mma<Half>(c[m][2 * n + 1], a[m], b[2], b[3]);
-        mma<Half>(other_c[m][2 * n], other_a[m], other_b[0], other_b[1]);
-        mma<Half>(other_c[m][2 * n + 1], other_a[m], other_b[2], other_b[3]);
-      }
-    }
-  }
-}
-
-// sum += a * stream for 16 rows of the stream, a lane's address of a transposed B fragment.
+// The last products of a tile, put off until the next tile's first fragments are on their way: else the tensor core
+// would wait for these.
 template <class Half, int kDim, int kM>
+struct LateProducts {
+  // Of kDim / 16: eight mma; four at head dim 256, where registers are scarce.
+  static constexpr int kCount = kM == 1 && kDim < 256 ? 4 : 2;
+  FragmentA a[kM];
+  uint32_t b[kCount][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+      for (int m = 0; m < kM; m++) a[m].reg[i] = 0;
+#pragma unroll
+      for (int d = 0; d < kCount; d++) b[d][i] = 0;
+    }
+  }
+
+  __device__ __forceinline__ void add_to(FragmentC (&sum)[kM][kDim / 8]) const {
+#pragma unroll
+    for (int d = 0; d < kCount; d++) {
+#pragma unroll
+      for (int m = 0; m < kM; m++) {
+        mma<Half>(sum[m][kDim / 8 - 2 * kCount + 2 * d], a[m], b[d][0], b[d][1]);
+        mma<Half>(sum[m][kDim / 8 - 2 * kCount + 2 * d + 1], a[m], b[d][2], b[d][3]);
+      }
+    }
+  }
+};
+
+// sum += a * stream for 16 rows of the stream, a lane's address of a transposed B fragment; all but the last 16 kLate
+// columns of the sum.
+template <class Half, int kDim, int kM, int kLate = 0>
 __device__ __forceinline__ void multiply_columns(FragmentC (&sum)[kM][kDim / 8], const FragmentA (&a)[kM],
                                                  uint32_t stream) {
 #pragma unroll
-  for (int d = 0; d < kDim / 16; d++) {
+  for (int d = 0; d < kDim / 16 - kLate; d++) {
     uint32_t b[4];
     ldmatrix_x4_transposed(b, stream + d * 32);
 #pragma unroll
@@ -153,6 +193,19 @@ __device__ __forceinline__ void multiply_columns(FragmentC (&sum)[kM][kDim / 8],
       mma<Half>(sum[m][2 * d + 1], a[m], b[2], b[3]);
     }
   }
+}
+
+// The same, with the last products left to `late`.
+template <class Half, int kDim, int kM>
+__device__ __forceinline__ void multiply_columns(FragmentC (&sum)[kM][kDim / 8], const FragmentA (&a)[kM],
+                                                 uint32_t stream, LateProducts<Half, kDim, kM>& late) {
+  using Late = LateProducts<Half, kDim, kM>;
+  multiply_columns<Half, kDim, kM, Late::kCount>(sum, a, stream);
+#pragma unroll
+  for (int m = 0; m < kM; m++) late.a[m] = a[m];
+#pragma unroll
+  for (int d = 0; d < Late::kCount; d++)
+    ldmatrix_x4_transposed(late.b[d], stream + (kDim / 16 - Late::kCount + d) * 32);
 }
 
 // Two C fragments side by side as one A fragment.
@@ -194,7 +247,6 @@ __device__ void store_gradient(FragmentC (&sum)[kM][kDim / 8], float factor, con
   }
   __syncwarp();  // the rows are complete before other lanes read them
   store_rows<kDim, 16 * kM>(shared, view, b, h, first_row, min(rows - first_row, 16 * kM), dim);
-  __syncwarp();  // all are read before another gradient takes the memory
 }
 
 }  // namespace attn_ext::cuda

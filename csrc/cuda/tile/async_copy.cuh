@@ -17,6 +17,14 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));
 }
 
+// 16 bytes if `condition` > 0. A branch in C++ might stay one, and no instruction moves across it.
+__device__ __forceinline__ void copy_async_16_if(int condition, uint32_t shared, const void* global) {
+  asm volatile(
+      "{ .reg .pred %%some; setp.gt.s32 %%some, %2, 0; @%%some cp.async.cg.shared.global [%0], [%1], 16; }" ::
+          "r"(shared),
+      "l"(global), "r"(condition));
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
 // Waits until at most `Pending` of this thread's latest groups are still under way.
