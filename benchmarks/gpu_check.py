@@ -13,7 +13,8 @@ How it measures:
 - CUDA events around one call, median of the samples. Before each, a write of twice the size of the L2 cache
   empties it and keeps the GPU busy while Python queues the call: only longer launch costs count.
 - TFLOP/s count 4 D operations for each visible (query, key) pair forward, 10 D backward; GB/s count every
-  tensor once. Prefill has 16384 tokens and 2048 features, whatever the length.
+  tensor once. Prefill has 16384 tokens and 2048 features, whatever the length; "tf32" is float32 with torch's
+  switch on.
 - The ratio is the time of torch's fastest back end over ours: above 1, attn_ext is faster.
 - Results are compared before they are timed: what differs is reported as WRONG and fails the check.
 

@@ -31,6 +31,7 @@ def test_cases_cover_what_the_check_promises():
     )
     assert prefill == {(way, dtype, n, n, d, causal) for way, dtype, n, d, causal in kinds}
     assert all(case.batch * case.queries == 16384 for case in found if case.section == "prefill")
+    assert {case.section for case in found} == {"decode", "prefill", "float32", "tf32"}
     assert any(case.queries == 1 and case.heads > case.kv_heads for case in found)  # grouped decoding
     assert all("D128" in str(case) for case in cases("D128.*backward"))
 
@@ -50,6 +51,20 @@ def test_a_decode_step_is_judged_by_the_bytes_of_keys_and_values():
     result |= best_ratio(result["milliseconds"])
     ours, flash = (f"{case.bytes / 1e6 / ms:.1f}" for ms in (0.01, 0.02))
     assert row(case, result).split()[-7:] == [ours, flash, "-", "-", "-", "2.00", "flash"]
+
+
+@pytest.mark.parametrize("section", ["float32", "tf32"])
+def test_float32_with_and_without_tf32(section):
+    case = Case(section, "backward", "float32", 1, 2, 2, 16, 16, 32, True)
+    assert case.bytes == 2 * SMALL._replace(direction="backward").bytes
+    before = torch.get_float32_matmul_precision()
+    try:
+        result = gpu_measure.measure(case, "cpu")
+        assert torch.get_float32_matmul_precision() == ("high" if section == "tf32" else "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert result["wrong"] == ""
+    assert {"attn_ext", "math"} <= set(result["milliseconds"])
 
 
 def report(results, tests_passed=True):

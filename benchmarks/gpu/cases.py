@@ -1,5 +1,6 @@
 """What gpu_check measures, and the table it prints."""
 
+import itertools
 import re
 import statistics
 from typing import NamedTuple
@@ -16,7 +17,7 @@ PROVIDERS = ("attn_ext", *BACKENDS)
 class Case(NamedTuple):
     """q (B, H, Nq, D), k and v (B, Hkv, Nk, D)."""
 
-    section: str  # prefill or decode
+    section: str  # decode, prefill, float32, or tf32: float32 with torch's switch on
     direction: str  # forward or backward
     dtype: str
     batch: int
@@ -42,8 +43,9 @@ class Case(NamedTuple):
     @property
     def bytes(self) -> int:
         """q, k, v and out once; backward q, k, v, out and grad_out read, three gradients written."""
-        q = self.batch * self.heads * self.queries * self.head_dim * 2
-        kv = self.batch * self.kv_heads * self.keys * self.head_dim * 2
+        size = 4 if self.dtype == "float32" else 2
+        q = self.batch * self.heads * self.queries * self.head_dim * size
+        kv = self.batch * self.kv_heads * self.keys * self.head_dim * size
         return 4 * q + 4 * kv if self.direction == "backward" else 2 * q + 2 * kv
 
 
@@ -54,14 +56,25 @@ def cases(only: str = "") -> list[Case]:
         for batch, keys in ((1, 16384), (16, 8192), (1, 131072), (64, 4096))
         for queries, kv_heads in ((1, 8), (4, 8), (1, 32))
     ]
-    found += [
-        Case("prefill", direction, dtype, 16384 // n, 2048 // d, 2048 // d, n, n, d, causal)
+    prefill = {
+        n: [
+            Case("prefill", direction, dtype, 16384 // n, 2048 // d, 2048 // d, n, n, d, causal)
+            for dtype in ("bfloat16", "float16")
+            for direction in ("forward", "backward")
+            for d in (64, 128)
+            for causal in (False, True)
+        ]
         for n in (4096, 1024, 16384, 2048, 512, 8192)
-        for dtype in ("bfloat16", "float16")
+    }
+    found += prefill.pop(4096) + prefill.pop(1024)
+    found += [
+        Case(section, direction, "float32", 2, 2048 // d, 2048 // d, 2048, 2048, d, causal)
+        for section in ("float32", "tf32")
         for direction in ("forward", "backward")
         for d in (64, 128)
         for causal in (False, True)
     ]
+    found += itertools.chain.from_iterable(prefill.values())
     return [case for case in found if re.search(only, str(case))]
 
 
@@ -113,7 +126,8 @@ def summary(results: list[dict]) -> list[str]:
 def render(report: dict) -> str:
     lines = [f"{name:12} {text}" for name, text in report["environment"].items()]
     lines += [f"{'tests':12} {report['tests']['says']}"]
-    for section, unit in (("decode", "GB/s"), ("prefill", "TFLOP/s")):
+    for section in ("decode", "prefill", "float32", "tf32"):
+        unit = "GB/s" if section == "decode" else "TFLOP/s"
         rows = [row(Case(*r["case"]), r) for r in report["results"] if r["case"][0] == section]
         if rows:
             titles = "".join(f"{provider:>10}" for provider in PROVIDERS)

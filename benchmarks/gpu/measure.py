@@ -19,11 +19,12 @@ SAMPLE_SECONDS = 0.1  # of measuring, for each provider and case
 SAMPLES = (5, 50)
 ROUNDS = 3  # of turns between the providers
 # Largest difference from torch's, relative to the largest value: a few roundings of the type.
-TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2}
+TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "tf32": 1e-2}
 
 
 def measure(case: Case, device: str) -> dict:
     """Milliseconds of every provider that takes the case, why others do not, and what differs."""
+    torch.set_float32_matmul_precision("high" if case.section == "tf32" else "highest")
     calls, results, skipped = {}, {}, {}
     for name in PROVIDERS:
         if name == "math" and case.queries * case.keys > MATH_PAIRS:
@@ -74,10 +75,11 @@ def differences(case: Case, results: dict[str, tuple[torch.Tensor, ...]]) -> str
     """In which tensors ours is further from another's than rounding explains, in words."""
     names = ("out",) if case.direction == "forward" else ("dq", "dk", "dv")
     ours, found = results["attn_ext"], []
+    tolerance = TOLERANCE["tf32" if case.section == "tf32" else case.dtype]
     for provider, theirs in results.items():
         for name, a, b in zip(names, ours, theirs, strict=True):
             error, largest = (a.float() - b.float()).abs().max().item(), b.abs().max().item()
-            if not error <= TOLERANCE[case.dtype] * largest:  # so that NaN counts
+            if not error <= tolerance * largest:  # so that NaN counts
                 found.append(f"{name} is {error:.2g} off {provider}'s, whose largest value is {largest:.2g}")
     return "; ".join(found)
 
