@@ -103,7 +103,8 @@ struct BackwardIO {
   StridedView grad_lse;                // optional (B, Hq, Nq)
   StridedView out, lse_parts;          // what forward returned
   StridedView grad_q, grad_k, grad_v;  // last stride 1
-  // Of the shapes of their inputs (`size` says which axes are reduced), but in float32 for half types too.
+  // Of the shapes of their inputs (`size` says which axes are reduced). In float32 for half types too, or, on the CPU
+  // where each score has an element of its own, in any dtype.
   StridedView grad_bias, grad_float_mask;
   int64_t bias_size[4] = {1, 1, 1, 1}, float_mask_size[4] = {1, 1, 1, 1};
   StridedView grad_alibi_slopes;  // (B or 1, Hq)

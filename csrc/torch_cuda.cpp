@@ -57,7 +57,8 @@ struct Backward {
            int64_t output_mask, const cuda::Target& target)
       : memory(q), problem(make_params(memory, q, k, v, ATTN_OPTIONS, &cuda::needs_aligned_rows)),
         result(allocate_backward(memory, problem, grad_out, grad_lse, q, out, lse_parts, bias, float_mask,
-                                 alibi_slopes, sinks, output_mask, cuda::needs_aligned_rows(problem))),
+                                 alibi_slopes, sinks, output_mask,
+                                 {cuda::needs_aligned_rows(problem), /* single_bias */ true})),
         workspace(
             memory.empty({cuda::backward_workspace_bytes(problem, result.views, target)}, ScalarType::Byte)),
         plan(cuda::plan_backward(problem, result.views, workspace.data_ptr(), target)) {}

@@ -42,7 +42,7 @@ BackwardResult::Tensors attention_backward(const Tensor& grad_out, const Optiona
   Memory memory(q);
   const AttentionParams p = make_params(memory, q, k, v, ATTN_OPTIONS);
   BackwardResult result = allocate_backward(memory, p, grad_out, grad_lse, q, out, lse_parts, bias,
-                                            float_mask, alibi_slopes, sinks, output_mask);
+                                            float_mask, alibi_slopes, sinks, output_mask, {});
   const Tensor workspace = memory.empty({backward_workspace_bytes(p)}, ScalarType::Byte);
   result.views.workspace = workspace.data_ptr();
   cpu_kernels().backward(p, result.views, torch_threads());

@@ -216,7 +216,7 @@ BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const
                                  const OptionalTensor& grad_lse, const Tensor& q, const Tensor& out,
                                  const Tensor& lse_parts, const OptionalTensor& bias,
                                  const OptionalTensor& float_mask, const OptionalTensor& alibi_slopes,
-                                 const OptionalTensor& sinks, int64_t output_mask, bool aligned_grad_out) {
+                                 const OptionalTensor& sinks, int64_t output_mask, BackwardMemory needs) {
   BackwardIO io;
   STD_TORCH_CHECK(is_shape(grad_out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
                       is_shape(out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}),
@@ -224,7 +224,7 @@ BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const
   STD_TORCH_CHECK(is_shape(lse_parts.sizes(), {p.batch, p.heads_q, p.len_q, 2}) &&
                       (!grad_lse || is_shape(grad_lse->sizes(), {p.batch, p.heads_q, p.len_q})),
                   "attn_ext: lse_parts and grad_lse must have the shape that forward returned");
-  io.grad_out = memory.rows(grad_out, "grad_out", aligned_grad_out);
+  io.grad_out = memory.rows(grad_out, "grad_out", needs.aligned_grad_out);
   io.out = memory.rows(out, "out");
   io.lse_parts = memory.rows(lse_parts, "lse_parts");
   if (grad_lse) io.grad_lse = memory.strided(*grad_lse, "grad_lse");
@@ -252,11 +252,16 @@ BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const
     return grad;
   };
   // Where many scores add up to one element, in float32; the caller's dtype comes at the end.
+  const auto of_term = [&](Gradient bit, const OptionalTensor& t, StridedView& view) {
+    const bool one_score =
+        t && is_shape(t->sizes(), {p.batch, p.heads_q, p.len_q, p.len_k}) && !needs.single_bias;
+    return of_optional(bit, t, one_score ? t->scalar_type() : sum_dtype(p), view);
+  };
   BackwardResult r{of_heads(kQ, p.heads_q, p.len_q, p.dim_qk, io.grad_q),
                    of_heads(kK, p.heads_kv, p.len_k, p.dim_qk, io.grad_k),
                    of_heads(kV, p.heads_kv, p.len_k, p.dim_v, io.grad_v),
-                   of_optional(kBias, bias, sum_dtype(p), io.grad_bias),
-                   of_optional(kFloatMask, float_mask, sum_dtype(p), io.grad_float_mask),
+                   of_term(kBias, bias, io.grad_bias),
+                   of_term(kFloatMask, float_mask, io.grad_float_mask),
                    of_optional(kAlibiSlopes, alibi_slopes, alibi_slopes ? alibi_slopes->scalar_type() : dtype,
                                io.grad_alibi_slopes),
                    of_optional(kSinks, sinks, sinks ? sinks->scalar_type() : dtype, io.grad_sinks),

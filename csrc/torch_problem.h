@@ -93,15 +93,21 @@ struct BackwardResult {
   Tensor grad_q, grad_k, grad_v, grad_bias, grad_float_mask, grad_alibi_slopes, grad_sinks;
   BackwardIO views;
 
-  // What the op returns: bias and float mask in the caller's dtype, not the float32 that many scores are added up in.
+  // What the op returns: bias and float mask in the caller's dtype, not the float32 that scores are added up in.
   Tensors rounded(const OptionalTensor& bias, const OptionalTensor& float_mask) &&;
+};
+
+// What kernels ask of the memory for a backward.
+struct BackwardMemory {
+  bool aligned_grad_out = false;  // as q, k and v
+  bool single_bias =
+      false;  // gradients of bias and float mask in sum_dtype, also where no scores are added up
 };
 
 BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const Tensor& grad_out,
                                  const OptionalTensor& grad_lse, const Tensor& q, const Tensor& out,
                                  const Tensor& lse_parts, const OptionalTensor& bias,
                                  const OptionalTensor& float_mask, const OptionalTensor& alibi_slopes,
-                                 const OptionalTensor& sinks, int64_t output_mask,
-                                 bool aligned_grad_out = false);
+                                 const OptionalTensor& sinks, int64_t output_mask, BackwardMemory needs);
 
 }  // namespace attn_ext

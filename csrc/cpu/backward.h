@@ -152,19 +152,26 @@ class Backward {
   }
 
   // A gradient that adds up over samples has batch stride 0: the first sample clears it for all.
+  bool adds_up(const StridedView& bias) const { return p_.batch > 1 && bias.stride[0] == 0; }
+
   void clear_bias(int64_t b, int64_t h, int64_t j0, int64_t keys) const {
     for (int t = 0; t < biases_; t++) {
-      if (b > 0 && bias_[t]->stride[0] == 0) continue;
-      for (int64_t i = 0; i < p_.len_q; i++) clear(reinterpret_cast<T*>(bias_[t]->at(b, h, i, j0)), keys);
+      if (b > 0 && adds_up(*bias_[t])) continue;
+      for (int64_t i = 0; i < p_.len_q; i++)
+        __builtin_memset(bias_[t]->at(b, h, i, j0), 0, size_t(keys * size_of(bias_[t]->dtype)));
     }
   }
 
   void add_to_bias(const Tile& tile, int64_t b, int64_t h, const Strip& s) const {
     for (int t = 0; t < biases_; t++) {
       for (int64_t r = 0; r < s.rows; r++) {
-        T* target = reinterpret_cast<T*>(bias_[t]->at(b, h, tile.i0 + s.row + r, tile.j0 + s.key));
+        void* row = bias_[t]->at(b, h, tile.i0 + s.row + r, tile.j0 + s.key);
         const T* grad = tile.grad + r * Products::kStripKeys;
-        for (int64_t j = 0; j < s.keys; j++) target[j] += grad[j];
+        if (adds_up(*bias_[t])) {
+          for (int64_t j = 0; j < s.keys; j++) static_cast<T*>(row)[j] += grad[j];
+        } else {
+          write_row<T>(row, bias_[t]->dtype, s.keys, grad);
+        }
       }
     }
   }
@@ -207,7 +214,7 @@ class Backward {
   double* const alibi_parts_;
   const int64_t key_blocks_;
   const bool want_q_, want_k_, want_v_, want_alibi_;
-  const StridedView* bias_[2] = {};  // gradients that take tiles, in T, last stride 1
+  const StridedView* bias_[2] = {};  // gradients that take tiles, last stride 1; in T where they add up
   int biases_ = 0;
   bool shared_bias_ = false;
 };
