@@ -141,13 +141,15 @@ def every_plan():
                 if "bias" in terms:
                     terms["bias"] = torch.zeros(1, 1, len_q, 3000, dtype=dtype)
                     terms["alibi_slopes"] = torch.zeros(2, dtype=dtype)
-                for arch in ("sm_80", "sm_89"):
-                    plan = attn_ext.launch_plan(q, k, v, arch=arch, multiprocessors=sizes[len_q], **terms)
+                targets = [{"arch": arch, "allow_tf32": False} for arch in ("sm_80", "sm_89")]
+                if dtype == torch.float32:
+                    targets.append({"arch": "sm_80", "allow_tf32": True})
+                for target in targets:
+                    terms |= target
+                    plan = attn_ext.launch_plan(q, k, v, multiprocessors=sizes[len_q], **terms)
                     yield plan
-                    given = {"out": plan.results["out"], "lse": plan.results["lse_parts"]}
-                    yield attn_ext.launch_plan(
-                        q, k, v, arch=arch, direction="backward", grad_out=q, **given, **terms
-                    )
+                    given = {"out": plan.results["out"], "lse": plan.results["lse_parts"], "grad_out": q}
+                    yield attn_ext.launch_plan(q, k, v, direction="backward", **given, **terms)
 
 
 def test_every_kernel_that_is_planned_was_built_and_the_other_way_round():
