@@ -100,8 +100,8 @@ struct BackwardResult {
 // What kernels ask of the memory for a backward.
 struct BackwardMemory {
   bool aligned_grad_out = false;  // as q, k and v
-  bool single_bias =
-      false;  // gradients of bias and float mask in sum_dtype, also where no scores are added up
+  // Gradients of bias and float mask in sum_dtype, also where no scores are added up.
+  bool single_bias = false;
 };
 
 BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const Tensor& grad_out,

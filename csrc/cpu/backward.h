@@ -148,7 +148,7 @@ class Backward {
   void add_bias(const StridedView& grad, const int64_t (&size)[4]) {
     if (!grad.present || !takes_tiles(p_, size)) return;
     bias_[biases_++] = &grad;
-    shared_bias_ = shared_bias_ || size[0] != p_.batch;
+    shared_bias_ = shared_bias_ || adds_up(grad);
   }
 
   // A gradient that adds up over samples has batch stride 0: the first sample clears it for all.

@@ -117,12 +117,7 @@ struct BackwardDq {
     };
     // The walk of the copies: from the last tile to the first, so that only the first one walked to may lack rows.
     Stream rows = rows_at(end - 1);
-    if (p.dim_qk < kDim || p.dim_v < kDim) {
-      for (int s = 0; s < 2; s++) {
-        clear_outside(rows.first, ring + lane_destination + s * kStageBytes);
-        clear_outside(rows.second, ring + lane_destination + s * kStageBytes + kStreamBytes);
-      }
-    }
+    if (p.dim_qk < kDim || p.dim_v < kDim) rows.clear_outside(ring + lane_destination, kStageBytes);
     uint32_t stage = ring;  // that the warps read
     auto other_stage = [&] { return 2 * ring + kStageBytes - stage; };
     // Any tile.

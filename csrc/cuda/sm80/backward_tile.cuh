@@ -65,28 +65,34 @@ struct PairLoader {
     }
   }
 
+  // Zeros in the pieces of two stages, `stage_bytes` apart, that lie outside the rows: no copy writes them.
+  __device__ __forceinline__ void clear_outside(uint32_t shared, int stage_bytes) const {
+    for (int s = 0; s < 2; s++) {
+      clear_outside(first, shared + s * stage_bytes);
+      clear_outside(second, shared + s * stage_bytes + kStreamBytes);
+    }
+  }
+
   __device__ __forceinline__ void step_back() {
     first.step_back();
     second.step_back();
   }
-};
 
-template <int kDim, int kRows, int kThreads>
-__device__ __forceinline__ void clear_outside(const RowLoader<kDim, kRows, kThreads>& loader,
-                                              uint32_t shared) {
-  using Lanes = RowLanes<kDim, kThreads>;
+ private:
+  static __device__ __forceinline__ void clear_outside(const Loader& loader, uint32_t shared) {
 #pragma unroll 1
-  for (int i = 0; i < kRows / Lanes::kRowsAtOnce; i++) {
+    for (int i = 0; i < kRows / Lanes::kRowsAtOnce; i++) {
 #pragma unroll
-    for (int c = 0; c < Lanes::kColumns; c++) {
-      if (loader.chunk_bytes[c] == 0) {
-        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(
-                         shared + i * Lanes::kRowsAtOnce * Lanes::kRowBytes + c * Lanes::kLanes * 16),
-                     "r"(0));
+      for (int c = 0; c < Lanes::kColumns; c++) {
+        if (loader.chunk_bytes[c] == 0) {
+          asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(
+                           shared + i * Lanes::kRowsAtOnce * Lanes::kRowBytes + c * Lanes::kLanes * 16),
+                       "r"(0));
+        }
       }
     }
   }
-}
+};
 
 // A warp's own rows of one operand: kRows x kDim halves as A fragments, in registers or loaded at each use.
 template <int kDim, int kRows, bool kHeld>
