@@ -204,9 +204,9 @@ inline Packed pack_tile_rows(const StridedView& m, int64_t b, int64_t h, int64_t
   const int64_t step = m.stride[2];
   // Of all numbers without their sign. Of these less one, where 0 wraps around to the largest.
   __m512i largest = zero, smallest = _mm512_set1_epi16(-1);
-  for (int64_t k = 0; k < dst.ld; k += kTile) {
-    const __mmask32 columns = __mmask32((uint64_t{1} << min(kTile, width - k)) - 1);
-    for (int64_t i = 0; i < n; i++) {
+  for (int64_t i = 0; i < n; i++) {
+    for (int64_t k = 0; k < dst.ld; k += kTile) {
+      const __mmask32 columns = __mmask32((uint64_t{1} << min(kTile, width - k)) - 1);
       const __m512i x = _mm512_maskz_loadu_epi16(columns, first + i * step + k);
       const __m512i magnitude = x & _mm512_set1_epi16(0x7fff);
       largest = _mm512_max_epu16(largest, magnitude);
@@ -221,8 +221,10 @@ inline Packed pack_tile_rows(const StridedView& m, int64_t b, int64_t h, int64_t
         _mm512_storeu_si512(dst.at(1, i, k), (__m512i)_mm512_cvtne2ps_pbh(x1 - high1, x0 - high0));
       }
     }
-    for (int p = 0; p < parts; p++) {
-      for (int64_t i = n; i < round_up(n, kTile); i++) _mm512_storeu_si512(dst.at(p, i, k), zero);
+  }
+  for (int p = 0; p < parts; p++) {
+    for (int64_t i = n; i < round_up(n, kTile); i++) {
+      for (int64_t k = 0; k < dst.ld; k += kTile) _mm512_storeu_si512(dst.at(p, i, k), zero);
     }
   }
   const bool ordinary =

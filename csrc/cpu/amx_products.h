@@ -199,12 +199,11 @@ class AmxGradProducts {
     tile_product<parts>(round_up(rows, kTile), ld_q, seen, grad_scores_, key_, true, grad_q, ld);
   }
 
-  float* key_rows(const float* grad, int64_t ld) const {
-    float* rows = scratch<float>(kStrip, kKeys * ld);
-    for (int64_t d = 0; d < ld; d += 16) {
-      for (int64_t j = 0; j < kKeys; j += 16)
-        transpose_words(grad + d * kKeys + j, kKeys, rows + j * ld + d, ld);
-    }
+  // dK and dV add up transposed. Rows j on, kKeysWritten of them: as many as one transposition makes.
+  static constexpr int64_t kKeysWritten = 16;
+  float* key_rows(const float* grad, int64_t ld, int64_t j) const {
+    float* rows = scratch<float>(kStrip, kKeysWritten * ld);
+    for (int64_t d = 0; d < ld; d += 16) transpose_words(grad + d * kKeys + j, kKeys, rows + d, ld);
     return rows;
   }
 

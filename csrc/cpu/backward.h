@@ -115,11 +115,8 @@ class Backward {
       if (want_alibi_) alibi_parts_[(b * p_.heads_q + h) * key_blocks_ + block] = alibi;
     }
     if (want_k_)
-      write_scaled(io_.grad_k, b, h_kv, j0, keys, p_.dim_qk, products.key_rows(grad_k, products.ld_q),
-                   products.ld_q, T(p_.scale));
-    if (want_v_)
-      write_scaled(io_.grad_v, b, h_kv, j0, keys, p_.dim_v, products.key_rows(grad_v, products.ld_v),
-                   products.ld_v, T(1));
+      write_keys(products, io_.grad_k, b, h_kv, j0, keys, p_.dim_qk, grad_k, products.ld_q, T(p_.scale));
+    if (want_v_) write_keys(products, io_.grad_v, b, h_kv, j0, keys, p_.dim_v, grad_v, products.ld_v, T(1));
   }
 
   // dQ of rows i0 .. i0+rows of head h.
@@ -194,6 +191,15 @@ class Backward {
 
   static void clear(T* x, int64_t n) {
     for (int64_t d = 0; d < n; d++) x[d] = T(0);
+  }
+
+  // What the products have summed up for the keys of a block, in the order they like.
+  static void write_keys(const Products& products, const StridedView& m, int64_t b, int64_t h, int64_t j0,
+                         int64_t keys, int64_t width, T* grad, int64_t ld, T factor) {
+    for (int64_t j = 0; j < keys; j += Products::kKeysWritten) {
+      write_scaled(m, b, h, j0 + j, min(Products::kKeysWritten, keys - j), width,
+                   products.key_rows(grad, ld, j), ld, factor);
+    }
   }
 
   static void write_scaled(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,

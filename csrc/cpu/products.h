@@ -155,7 +155,8 @@ class GradProducts {
   }
 
   // What grad_k or grad_v holds, as rows [kKeys][ld].
-  T* key_rows(T* grad, int64_t /* ld */) const { return grad; }
+  static constexpr int64_t kKeysWritten = kKeys;
+  T* key_rows(T* grad, int64_t /* ld */, int64_t /* j: 0 */) const { return grad; }
 
   const int64_t ld_q, ld_v;
 
