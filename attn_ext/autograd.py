@@ -1,11 +1,10 @@
-"""Derivatives of the fused ops: reverse mode in the kernels, second order through the reference.
+"""Derivatives of the fused ops: forward and reverse mode in the kernels, second order through the reference.
 
 The derivatives are written once, as functions of the ops' arguments, and used twice: by the Functions that
-:func:`attention` goes through, and registered for the raw ops. The first derivative recomputes
-probabilities tile by tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and what is saved is q, k,
-v, out, lse_parts and the small tensors. Second derivatives (``create_graph=True``) differentiate
-:mod:`attn_ext.reference`, a few heads at a time: they are exact, and need O(Nq * Nk) memory for those heads.
-Third and higher derivatives keep the whole reference graph.
+:func:`attention` goes through, and registered for the raw ops. The gradient recomputes probabilities tile by
+tile from the LSE (csrc/cpu/grad_tile.h): memory stays O(N), and what is saved is q, k, v, out, lse_parts and
+the small tensors. Tangents (forward mode) do the same. Derivatives of either, second ones in any mix of the
+modes, come from :mod:`attn_ext.second_order`, block by block. :mod:`attn_ext.batching` has the rules of vmap.
 """
 
 from typing import NamedTuple
@@ -13,14 +12,20 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from . import batching, second_order
 from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
-from . import reference
 
 _forward_op = torch.ops.attn_ext.attention_forward
 _backward_op = torch.ops.attn_ext.attention_backward
 
-# Scores held at one time by a second derivative: 2^22 make 32 MiB a copy in float64, of which about ten live.
-SECOND_DERIVATIVE_SCORES = 1 << 22
+# Positions of what has derivatives (second_order.INPUTS) among the arguments of the forward op, and of the
+# backward op, there after grad_out and grad_lse.
+_FORWARD_PLACES = (0, 1, 2, 9, 10, 12, 13)
+_BACKWARD_PLACES = (0, 1, 2, 3, 4, 14, 15, 17, 18)
+_BACKWARD_TENSORS = ("grad_out", "grad_lse", *second_order.INPUTS)
+# The same for _Tangents: the inputs, and their tangents.
+_TANGENT_PLACES = (0, 1, 2, 18, 19, 21, 22)
+_TANGENTS_AT = range(5, 12)
 
 
 class Options(NamedTuple):
@@ -68,8 +73,7 @@ def attention(
         torch._C._functorch.maybe_current_level()
         return _Attention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
     if in_transform():
-        # The Function refuses what it cannot do; the raw op would drop a tangent without a word.
-        return _Attention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
+        return _TransformedAttention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return _EagerAttention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
     return _below_autograd(_forward_op, *tensors[:3], *options.with_tensors(*tensors[3:]))
@@ -122,15 +126,21 @@ def _forward_backward(ctx, grad_out, grad_lse, _):
         return (None,) * 18
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    needs = _needs(ctx, 18)
-    wanted = (*needs[:3], *needs[9:11], *needs[12:14])  # the differentiable ones
+    wanted = _chosen(_FORWARD_PLACES, _needs(ctx, 18))
     output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
     grads = _gradients(
         grad_out, grad_lse, q, k, v, out, lse_parts, output_mask,
         *ctx.options.with_tensors(bias, float_mask, bool_mask, alibi_slopes, sinks, *rest),
     )  # fmt: skip
-    grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
-    return (*grads[:3], *(None,) * 6, *grads[3:5], None, *grads[5:], None, None, None, None)
+    return _at_places(
+        _FORWARD_PLACES, [g if need else None for g, need in zip(grads, wanted, strict=True)], 18
+    )
+
+
+def _forward_jvp(ctx, *tangents):
+    q, k, v, *tensors, out, lse_parts = ctx.saved_tensors
+    moved = _chosen(_FORWARD_PLACES, tangents)
+    return *_Tangents.apply(q, k, v, out, lse_parts, *moved, *ctx.options.with_tensors(*tensors)), None
 
 
 def _gradients(*args):
@@ -139,7 +149,7 @@ def _gradients(*args):
         torch.compiler.is_compiling()
     ):  # a Function inside the backward of a Function is more than Dynamo takes
         return _backward_op(*args)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or in_transform():
         return _AttentionBackward.apply(*args)
     return _below_autograd(_backward_op, *args)
 
@@ -150,30 +160,66 @@ def _needs(ctx, n):
     return (*needs, *(False,) * (n - len(needs)))
 
 
+def _chosen(places, values):
+    return tuple(values[n] for n in places)
+
+
+def _at_places(places, values, size):
+    """``size`` values, of which those at ``places`` are given and the others None."""
+    result = [None] * size
+    for place, value in zip(places, values, strict=True):
+        result[place] = value
+    return tuple(result)
+
+
 def _save_backward(ctx, inputs, output):
     ctx.output_mask, ctx.options = inputs[7], Options(*inputs[8:14], *inputs[22:])
     ctx.save_for_backward(*inputs[:7], *inputs[14:22])
     ctx.set_materialize_grads(False)
 
 
-def _backward_backward(ctx, *cotangents):
+def _of_backward(ctx):
+    """(second_order.Problem, its tensors by name) of the backward op."""
     grad_out, grad_lse, q, k, v, _, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = (
         ctx.saved_tensors
     )
-    needs = _needs(ctx, 23)
-    # without out and lse_parts, which are functions of the others
-    wanted = (*needs[:5], *needs[14:16], *needs[17:19])
-    problem = _Problem(
-        (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks), bool_mask, *rest, ctx.options
-    )
-    cotangents = [c if ctx.output_mask >> n & 1 else None for n, c in enumerate(cotangents)]
-    if all(c is None for c in cotangents):
+    tensors = (grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks)
+    problem = second_order.Problem(bool_mask, *rest, ctx.options)
+    return problem, dict(zip(_BACKWARD_TENSORS, tensors, strict=True))
+
+
+def _backward_backward(ctx, *cotangents):
+    problem, tensors = _of_backward(ctx)
+    # out and lse_parts are functions of the others
+    wanted = [
+        n
+        for n, need in zip(_BACKWARD_TENSORS, _chosen(_BACKWARD_PLACES, _needs(ctx, 23)), strict=True)
+        if need
+    ]
+    given = {n: c for n, c in _outputs(ctx, cotangents) if c is not None}
+    if not given:
         return (None,) * 23
-    if torch.is_grad_enabled():
-        grads = problem.differentiate(cotangents, wanted)
-    else:
-        grads = problem.differentiate_in_parts(cotangents, wanted)
-    return (*grads[:5], *(None,) * 9, *grads[5:7], None, *grads[7:], None, None, None, None)
+    grads = second_order.pull(second_order.gradients, problem, tensors, wanted, given)
+    return _at_places(_BACKWARD_PLACES, [grads.get(n) for n in _BACKWARD_TENSORS], 23)
+
+
+def _backward_jvp(ctx, *tangents):
+    problem, tensors = _of_backward(ctx)
+    moving = {
+        n: t
+        for n, t in zip(_BACKWARD_TENSORS, _chosen(_BACKWARD_PLACES, tangents), strict=True)
+        if t is not None
+    }
+    results = [n for n, _ in _outputs(ctx, second_order.INPUTS)]
+    moved = second_order.push(second_order.gradients, problem, tensors, moving, results)
+    nothing = tensors["q"].new_zeros(0)  # as what was not asked for; the engine takes no None here
+    return tuple(moved.get(n, nothing) for n in second_order.INPUTS)
+
+
+def _outputs(ctx, values):
+    """(name, value) of those gradients that the backward op was asked for."""
+    pairs = zip(second_order.INPUTS, values, strict=True)
+    return [pair for bit, pair in enumerate(pairs) if ctx.output_mask >> bit & 1]
 
 
 class _Attention(torch.autograd.Function):
@@ -193,6 +239,21 @@ class _Attention(torch.autograd.Function):
 
     setup_context = staticmethod(_save_forward)
     backward = staticmethod(_forward_backward)
+
+
+class _TransformedAttention(_Attention):
+    """The same with forward mode and vmap, which Dynamo of torch 2.14 refuses in a Function."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save_forward(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3], *inputs[9:17], *_chosen((0, 2), output))
+
+    jvp = staticmethod(_forward_jvp)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return batching.call(_TransformedAttention.apply, batching.FORWARD, info, in_dims, args)
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -233,14 +294,88 @@ class _PlainAttention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward op with its own derivative."""
+    """The backward op with its own derivatives."""
 
     @staticmethod
     def forward(*args):
         return _below_autograd(_backward_op, *args)
 
-    setup_context = staticmethod(_save_backward)
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save_backward(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:7], *inputs[14:22])
+
     backward = staticmethod(_backward_backward)
+    jvp = staticmethod(_backward_jvp)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        like = batching.BACKWARD.like
+        own = [n for bit, n in enumerate(like) if args[7] >> bit & 1]
+        return batching.call(_AttentionBackward.apply, batching.BACKWARD, info, in_dims, args, own)
+
+
+class _Tangents(torch.autograd.Function):
+    """The tangents of (out, lse): q, k, v, out, lse_parts, seven tangents, then as the other ops."""
+
+    @staticmethod
+    def forward(*args):
+        problem, tensors = _of_tangents(args[:3], args[5:12], Options(*args[12:18], args[26]), args[18:26])
+        moving = {n: t for n, t in zip(second_order.INPUTS, args[5:12], strict=True) if t is not None}
+        moved = second_order.push(second_order.forward, problem, tensors, moving, ["out", "lse"])
+        return moved["out"].to(args[3].dtype), moved["lse"].to(args[4].dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options = Options(*inputs[12:18], inputs[26])
+        saved = (*inputs[:3], *inputs[5:12], *inputs[18:26])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        problem, tensors = _of_saved_tangents(ctx)
+        names = (*second_order.INPUTS, *_TANGENT_NAMES)
+        places = (*_TANGENT_PLACES, *_TANGENTS_AT)
+        wanted = [n for n, place in zip(names, places, strict=True) if ctx.needs_input_grad[place]]
+        given = {n: c for n, c in zip(("out", "lse"), cotangents, strict=True) if c is not None}
+        if not given:
+            return (None,) * 27
+        grads = second_order.pull(second_order.tangents, problem, tensors, wanted, given)
+        return _at_places(places, [grads.get(n) for n in names], 27)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        problem, tensors = _of_saved_tangents(ctx)
+        places = zip((*second_order.INPUTS, *_TANGENT_NAMES), (*_TANGENT_PLACES, *_TANGENTS_AT), strict=True)
+        moving = {n: tangents[place] for n, place in places if tangents[place] is not None}
+        moved = second_order.push(second_order.tangents, problem, tensors, moving, ["out", "lse"])
+        return moved["out"].to(tensors["q"].dtype), moved["lse"]
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        own = []
+        for pair in zip(_TANGENT_PLACES[3:], _TANGENTS_AT[3:], strict=True):
+            if any(in_dims[n] is not None for n in pair):  # then primal and tangent must have one shape
+                own += pair
+        return batching.call(_Tangents.apply, batching.TANGENTS, info, in_dims, args, own)
+
+
+_TANGENT_NAMES = tuple("tangent_" + n for n in second_order.INPUTS)
+
+
+def _of_saved_tangents(ctx):
+    saved = ctx.saved_tensors
+    return _of_tangents(saved[:3], saved[3:10], ctx.options, saved[10:])
+
+
+def _of_tangents(qkv, tangents, options, tensors):
+    """(second_order.Problem, its tensors by name) of _Tangents."""
+    bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = tensors
+    names = (*second_order.INPUTS, *_TANGENT_NAMES)
+    values = (*qkv, bias, float_mask, alibi_slopes, sinks, *tangents)
+    return second_order.Problem(bool_mask, *rest, options), dict(zip(names, values, strict=True))
 
 
 # The raw ops have the same derivatives, so that a call of torch.ops.attn_ext.* by itself loses no gradient;
@@ -249,125 +384,3 @@ torch.library.register_autograd("attn_ext::attention_forward", _forward_backward
 torch.library.register_autograd(
     "attn_ext::attention_backward", _backward_backward, setup_context=_save_backward
 )
-
-
-class _Problem(NamedTuple):
-    """The arguments of a backward, as a function that the reference formula can differentiate."""
-
-    tensors: tuple  # grad_out, grad_lse, q, k, v, bias, float_mask, alibi_slopes, sinks; None where not given
-    bool_mask: torch.Tensor | None
-    key_lengths: torch.Tensor | None
-    query_lengths: torch.Tensor | None
-    rng_state: torch.Tensor | None
-    options: Options
-
-    def differentiate(self, cotangents, wanted, corner=(0, 0)):
-        """d<cotangents, gradients(tensors)> / d tensors, for those that are wanted; None for the others.
-
-        cotangents: one for each of q, k, v, bias, float_mask, alibi_slopes, sinks, None meaning zero.
-        ``corner`` is the (batch, query head) of the first element, which dropout's mask depends on.
-        Differentiable again, and under torch.func's transforms: both derivatives are torch.func.vjp.
-        """
-        chosen = [n for n, want in enumerate(wanted) if want]
-        active = [n for n, c in enumerate(cotangents) if c is not None]
-
-        def gradients(*changing):
-            tensors = list(self.tensors)
-            for n, t in zip(chosen, changing, strict=True):
-                tensors[n] = t
-            grad_out, grad_lse, *inputs = tensors
-
-            def forward(*active_inputs):
-                for n, t in zip(active, active_inputs, strict=True):
-                    inputs[n] = t
-                out, lse = self._reference(inputs, corner)
-                # The LSE of a row that sees nothing is -inf, whatever the inputs are.
-                return (out,) if grad_lse is None else (out, lse.masked_fill(lse == -torch.inf, 0.0))
-
-            _, pull = torch.func.vjp(forward, *(inputs[n] for n in active))
-            return pull((grad_out,) if grad_lse is None else (grad_out, grad_lse))
-
-        result = [None] * len(self.tensors)
-        with reference.no_autocast(self.tensors[0]):  # the pull-backs too
-            _, pull = torch.func.vjp(gradients, *(self.tensors[n] for n in chosen))
-            for n, g in zip(chosen, pull(tuple(cotangents[n] for n in active)), strict=True):
-                result[n] = g
-        return result
-
-    def differentiate_in_parts(self, cotangents, wanted):
-        """The same without a graph, a part of the batch or of the KV heads at a time."""
-        q, k = self.tensors[2], self.tensors[3]
-        batch, heads_q, len_q, _ = q.shape
-        heads_kv, len_k = k.shape[1], k.shape[2]
-        group = heads_q // heads_kv if heads_kv else 1
-        per_head = max(1, group * len_q * len_k)
-        heads = max(1, min(heads_kv, SECOND_DERIVATIVE_SCORES // per_head))
-        samples = (
-            max(1, min(batch, SECOND_DERIVATIVE_SCORES // (per_head * max(1, heads_kv))))
-            if heads == heads_kv
-            else 1
-        )
-        if samples >= batch and heads >= heads_kv:
-            return self.differentiate(cotangents, wanted)
-        total = [
-            torch.zeros_like(t) if want and t is not None else None
-            for t, want in zip(self.tensors, wanted, strict=True)
-        ]
-        for b in range(0, batch, samples):
-            for h in range(0, heads_kv, heads):
-                cut = _Cut(slice(b, b + samples), slice(h, h + heads), slice(h * group, (h + heads) * group))
-                part = self._replace(
-                    tensors=tuple(cut.take(n, t) for n, t in enumerate(self.tensors)),
-                    bool_mask=cut.of_scores(self.bool_mask),
-                    key_lengths=cut.of_batch(self.key_lengths),
-                    query_lengths=cut.of_batch(self.query_lengths),
-                )
-                # cotangents stand for tensors[2:]
-                part_cotangents = [cut.take(n + 2, c) for n, c in enumerate(cotangents)]
-                grads = part.differentiate(part_cotangents, wanted, corner=(b, h * group))
-                for n, g in enumerate(grads):
-                    if g is not None:
-                        cut.take(n, total[n]).add_(g)
-        return total
-
-    def _reference(self, inputs, corner):
-        q, k, v, bias, float_mask, alibi_slopes, sinks = inputs
-        o = self.options
-        mask = self.bool_mask if float_mask is None else float_mask
-        if float_mask is not None and self.bool_mask is not None:
-            mask = float_mask.masked_fill(~self.bool_mask, -torch.inf)
-        return reference.attention(
-            q, k, v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, **o.of_scores(),
-            key_lengths=self.key_lengths, query_lengths=self.query_lengths,
-            dropout_p=o.dropout_p, rng_state=self.rng_state, dropout_corner=corner,
-        )  # fmt: skip
-
-
-class _Cut(NamedTuple):
-    """A range of samples and heads, and how each argument of a problem is cut to it."""
-
-    batch: slice
-    heads_kv: slice
-    heads_q: slice
-
-    def take(self, position, t):
-        """The part of ``_Problem.tensors[position]``."""
-        if t is None:
-            return None
-        if position in (3, 4):  # k, v
-            return t[self.batch, self.heads_kv]
-        if position in (5, 6):  # bias, float_mask
-            return self.of_scores(t)
-        if position in (7, 8):  # alibi_slopes (Hq,) or (B, Hq), sinks (Hq,)
-            return t[self.heads_q] if t.dim() == 1 else t[self.batch, self.heads_q]
-        return t[self.batch, self.heads_q]  # grad_out, grad_lse, q
-
-    def of_scores(self, t):
-        if t is None:
-            return None
-        return t[
-            self.batch if t.shape[0] > 1 else slice(None), self.heads_q if t.shape[1] > 1 else slice(None)
-        ]
-
-    def of_batch(self, t):
-        return None if t is None else t[self.batch]

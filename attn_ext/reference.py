@@ -25,23 +25,30 @@ import torch
 
 def attention(
     q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None,
-    sinks=None, key_lengths=None, query_lengths=None, dropout_p=0.0, rng_state=None, dropout_corner=(0, 0),
+    sinks=None, key_lengths=None, query_lengths=None, dropout_p=0.0, rng_state=None, corner=(0, 0, 0),
+    of_queries=None,
 ):  # fmt: skip
     """Return ``(out, lse)``: out (B, Hq, Nq, Dv) in q's dtype, lse (B, Hq, Nq) in float32 or float64 as q is.
 
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); the options are those of
     :func:`attn_ext.attention`, except that the dropout mask is a function of ``rng_state``, an int64 tensor
-    (seed, offset). ``dropout_corner`` is the (batch, query head) at which q starts in a larger problem.
+    (seed, offset).
+
+    All tensors may be the part of a larger problem, with all its keys: its batch elements, query heads and
+    queries from ``corner`` on, out of ``of_queries`` queries.
     """
+    part = {"first_query": corner[2], "of_queries": of_queries}
     visible = visibility(
         q.shape[-2], k.shape[-2], mask=mask, bias=bias, causal=causal, window=window,
-        key_lengths=key_lengths, query_lengths=query_lengths, device=q.device,
+        key_lengths=key_lengths, query_lengths=query_lengths, device=q.device, **part,
     )  # fmt: skip
-    s = scores(q, k, visible, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes)
+    s = scores(
+        q, k, visible, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, **part
+    )  # fmt: skip
     p, lse = softmax(s, sinks)
     if dropout_p > 0:
         threshold = round(dropout_p * 65536)  # the probability in 16 bits, ties to even
-        keep = dropout_keep(rng_state, dropout_p, *p.shape, corner=dropout_corner)
+        keep = dropout_keep(rng_state, dropout_p, *p.shape, corner=corner)
         p = torch.where(keep, p * (65536 / (65536 - threshold) if threshold < 65536 else 0.0), 0.0)
 
     v = _repeat_heads(v.to(p.dtype), q.shape[1])
@@ -69,26 +76,28 @@ def weights(
 
 def visibility(
     num_queries, num_keys, *, mask=None, bias=None, causal=False, window=None, key_lengths=None,
-    query_lengths=None, device=None,
+    query_lengths=None, device=None, first_query=0, of_queries=None,
 ):  # fmt: skip
     """Which query may see which key: bool, broadcasts to (B, Hq, Nq, Nk). Every rule must allow a pair.
 
     mask: bool (True = may attend) or float (-inf hides, as it does in bias). causal: False, "upper_left"
     (j <= i) or "lower_right" = True (j <= i + Nk - Nq). window (left, right): i + offset - left <= j <=
     i + offset + right, where None and -1 are open and offset is 0 for "upper_left", else Nk - Nq.
-    key_lengths, query_lengths (B,): j < key_length, i < query_length.
+    key_lengths, query_lengths (B,): j < key_length, i < query_length. The queries are those from first_query
+    on of of_queries; None: all there are.
     """
     if not isinstance(causal, bool) and causal not in ("upper_left", "lower_right"):
         raise ValueError(f"causal must be False, True, 'upper_left' or 'lower_right', got {causal!r}")
-    i = torch.arange(num_queries, device=device)[:, None]
+    i = _queries(num_queries, first_query, device)
     j = torch.arange(num_keys, device=device)
-    diagonal = i if causal == "upper_left" else i + num_keys - num_queries
+    of_queries = num_queries if of_queries is None else of_queries
+    diagonal = i if causal == "upper_left" else i + num_keys - of_queries
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     if causal:
         visible = visible & (j <= diagonal)
     if window is not None:
         left, right = (None if side == -1 else side for side in window)
-        reach = num_queries + num_keys  # nothing lies farther away, and a sum with sys.maxsize would wrap
+        reach = of_queries + num_keys  # nothing lies farther away, and a sum with sys.maxsize would wrap
         if left is not None:
             visible = visible & (j >= diagonal - min(left, reach))
         if right is not None:
@@ -104,10 +113,14 @@ def visibility(
     return visible
 
 
-def scores(q, k, visible, *, mask=None, bias=None, scale=None, softcap=None, alibi_slopes=None):
+def scores(
+    q, k, visible, *, mask=None, bias=None, scale=None, softcap=None, alibi_slopes=None, first_query=0,
+    of_queries=None,
+):  # fmt: skip
     """The logits s (B, Hq, Nq, Nk), -inf where ``visible`` (from :func:`visibility`) is False.
 
     k has Hkv heads, of which each serves Hq / Hkv consecutive query heads. softcap: None or 0 = off.
+    first_query and of_queries as in :func:`visibility`.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     head_dim = q.shape[-1]
@@ -128,9 +141,10 @@ def scores(q, k, visible, *, mask=None, bias=None, scale=None, softcap=None, ali
         s = s + mask.to(dtype)
     if alibi_slopes is not None:  # (Hq,) or (B, Hq)
         num_queries, num_keys = s.shape[-2:]
-        i = torch.arange(num_queries, device=q.device)[:, None]
+        i = _queries(num_queries, first_query, q.device)
         j = torch.arange(num_keys, device=q.device)
-        s = s - alibi_slopes.to(dtype)[..., None, None] * (i + num_keys - num_queries - j).abs()
+        offset = num_keys - (num_queries if of_queries is None else of_queries)
+        s = s - alibi_slopes.to(dtype)[..., None, None] * (i + offset - j).abs()
     return s.masked_fill(~visible, -math.inf)
 
 
@@ -153,19 +167,19 @@ def softmax(s, sinks=None):
     return (e / total)[..., :-1], lse[..., 0]
 
 
-def dropout_keep(rng_state, p, B, H, Nq, Nk, *, corner=(0, 0)):
+def dropout_keep(rng_state, p, B, H, Nq, Nk, *, corner=(0, 0, 0)):
     """Which weights survive dropout with probability p: bool (B, H, Nq, Nk), fixed by place and rng_state.
 
     rng_state int64 (2,): (seed, offset). One Philox 4x32-10 call, with counter (j // 8, i, h, b) and key
     seed + offset * 0x9E3779B97F4A7C15, gives eight 16-bit numbers, one for each key from j // 8 * 8 on; a
-    weight is kept if its number is at least round(p * 65536). b and h count from ``corner``.
+    weight is kept if its number is at least round(p * 65536). b, h and i count from ``corner``.
     """
     device = rng_state.device
     seed, offset = rng_state.unbind()
     key = seed + offset * (0x9E3779B97F4A7C15 - (1 << 64))  # 2^64 / golden ratio, signed; the product wraps
     b = corner[0] + torch.arange(B, device=device)[:, None, None, None]
     h = corner[1] + torch.arange(H, device=device)[:, None, None]
-    i = torch.arange(Nq, device=device)[:, None]
+    i = _queries(Nq, corner[2], device)
     j_block = torch.arange((Nk + 7) // 8, device=device)
     words = philox_4x32(torch.broadcast_tensors(j_block, i, h, b), (key & _LOW32, (key >> 32) & _LOW32))
     words = torch.stack(words, -1)
@@ -197,6 +211,11 @@ def _multiply_32x32(a, b):
 def _repeat_heads(x, num_heads):
     """(B, Hkv, N, D) -> (B, Hq, N, D): query head h uses key/value head h // (Hq / Hkv)."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def _queries(num_queries, first_query, device):
+    """Their positions (Nq, 1)."""
+    return first_query + torch.arange(num_queries, device=device)[:, None]
 
 
 def _column(lengths, device):

@@ -6,7 +6,7 @@ error of 3 % in the weights; a softmax that subtracts the row's maximum is right
 
 import torch
 
-from . import arguments, autograd, reference
+from . import arguments, autograd, reference, second_order
 
 # How many scores mean_heads holds at a time, if more than those of one head: 1 MiB in float32. It spares
 # small problems the loop over heads and adds nothing that matters to large ones.
@@ -31,7 +31,8 @@ def column_sums(
         t if t is None or t.dtype == torch.bool else t.to(dtype)
         for t in (bias, float_mask, bool_mask, alibi_slopes, sinks)
     ]
-    return _ColumnSums.apply(
+    function = _TransformedColumnSums if autograd.in_transform() else _ColumnSums
+    return function.apply(
         q.to(dtype),
         _repeat_heads(k, q).to(dtype),
         lse_parts,
@@ -51,7 +52,8 @@ def mean_heads(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengt
     args = (q, _repeat_heads(k, q), bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options)
     if len(_chunks(q, k)) == 1 and q.shape[1] > 0:  # nothing to take in parts
         return _weights(*args).mean(1).to(q.dtype)
-    return _MeanHeads.apply(*args).to(q.dtype)
+    function = _TransformedMeanHeads if autograd.in_transform() else _MeanHeads
+    return function.apply(*args).to(q.dtype)
 
 
 def _weights(q, k, bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
@@ -116,6 +118,31 @@ class _MeanHeads(torch.autograd.Function):
         return tuple(torch.cat(grads[n], _HEAD_AXES[n]) if n in grads else None for n in range(9))
 
 
+class _TransformedMeanHeads(_MeanHeads):
+    """The same with forward mode, which Dynamo of torch 2.14 refuses in a Function."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _MeanHeads.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:8])
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        *tensors, key_lengths, query_lengths = ctx.saved_tensors
+        moving = [n for n, t in enumerate(tangents[:6]) if t is not None]
+        total = 0
+        for chunk in _chunks(*tensors[:2]):
+            cut, steps = _cut(chunk, *tensors), _cut(chunk, *tangents[:6])
+
+            def of_moving(*values, cut=cut):
+                changed = _replace(cut, moving, values)
+                return {"sum": _sum_of_heads(*changed, key_lengths, query_lengths, ctx.options)}
+
+            primals, steps = [cut[n] for n in moving], [steps[n] for n in moving]
+            total = total + second_order.linearized(of_moving, primals, steps)["sum"]
+        return total / max(1, tensors[0].shape[1])
+
+
 class _ColumnSums(torch.autograd.Function):
     """sum_i P[i][j]; k has as many heads as q, and both are float32 or float64.
 
@@ -154,12 +181,37 @@ class _ColumnSums(torch.autograd.Function):
         return (*grads[:5], None, *grads[5:], None, None, None)
 
 
+class _TransformedColumnSums(_ColumnSums):
+    """The same with forward mode and vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _ColumnSums.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:10])
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        q, k, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *lengths = ctx.saved_tensors
+        problem = second_order.Problem(bool_mask, *lengths, None, ctx.options)
+        tensors = {
+            "q": q, "k": k, "v": k.new_zeros((*k.shape[:3], 1)), "bias": bias, "float_mask": float_mask,
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "grad_out": q.new_ones((*q.shape[:3], 1)),
+        }  # fmt: skip
+        names = ("q", "k", None, "bias", "float_mask", None, "alibi_slopes", "sinks")
+        moving = {n: t for n, t in zip(names, tangents, strict=False) if n is not None and t is not None}
+        moved = second_order.push(second_order.gradients, problem, tensors, moving, ["v"])
+        return moved["v"].squeeze(-1)
+
+
 def _differentiable(name, *args):
     """An op, through the Function that torch.func knows; in a backward Dynamo takes only the op itself."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.attn_ext, name)(*args)
-    function = autograd._Attention if name == "attention_forward" else autograd._AttentionBackward
-    return function.apply(*args)
+    if name == "attention_backward":
+        return autograd._AttentionBackward.apply(*args)
+    return (autograd._TransformedAttention if autograd.in_transform() else autograd._Attention).apply(*args)
 
 
 # Where the query heads lie in each of q, k, bias, mask, alibi_slopes, sinks.

@@ -30,10 +30,11 @@ def run_python(*arguments, **variables):
 
 
 def start_python(*arguments, **variables):
-    """Starts the same and returns at once; stderr is a pipe."""
+    """Starts the same and returns at once; stdout and stderr are pipes."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=IMPORT_FROM,
         env=environment(**variables),
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

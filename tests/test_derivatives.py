@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import attn_ext
-from attn_ext import autograd
+from attn_ext import second_order
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 4, 5, 3, 2
 NAMES = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
@@ -58,7 +58,7 @@ def test_gradcheck(options, names):
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
 def test_gradgradcheck(options, scores_at_a_time, monkeypatch):
     """Cut into samples or heads too: a part with the wrong slice or dropout mask is far off."""
-    monkeypatch.setattr(autograd, "SECOND_DERIVATIVE_SCORES", scores_at_a_time)
+    monkeypatch.setattr(second_order, "BLOCK_SCORES", scores_at_a_time)
     inputs = tensors(*NAMES)
     assert gradgradcheck(
         function(options, NAMES), tuple(inputs.values()), fast_mode=scores_at_a_time != 1 << 22
@@ -155,10 +155,3 @@ def test_loss_on_one_output_only():
     both = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
     for x, y, z in zip(a, b, both, strict=True):
         torch.testing.assert_close(x + y, z)
-
-
-def test_forward_mode_is_refused_not_dropped():
-    """A raw op would lose the tangent without a word."""
-    q, k, v = (t.detach() for t in tensors("q", "k", "v").values())
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda q: attn_ext.attention(q, k, v), (q,), (torch.ones_like(q),))

@@ -312,7 +312,7 @@ def test_dropout_mask_by_definition(state):
     keep = reference.dropout_keep(torch.tensor(state), 0.4, B, H, 3, 19)
     for b, h, i, j in itertools.product(range(B), range(H), range(3), range(19)):
         assert bool(keep[b, h, i, j]) == scalar_keep(*state, 0.4, b, h, i, j)
-    corner = reference.dropout_keep(torch.tensor(state), 0.4, 1, H - 1, 3, 19, corner=(1, 1))
+    corner = reference.dropout_keep(torch.tensor(state), 0.4, 1, H - 1, 3, 19, corner=(1, 1, 0))
     assert torch.equal(corner, keep[1:, 1:])
 
 
