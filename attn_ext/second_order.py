@@ -228,8 +228,10 @@ class _Block(NamedTuple):
 
     def take(self, name, t):
         """The block's part of a tensor."""
-        cuts = self.axes(name, t)
-        return t[tuple(cuts.get(axis, slice(None)) for axis in range(t.dim()))]
+        for axis, cut in self.axes(name, t).items():
+            if cut.start > 0 or cut.stop < t.shape[axis]:
+                t = t.narrow(axis, cut.start, min(cut.stop, t.shape[axis]) - cut.start)
+        return t
 
     def problem(self, whole):
         """The block's part of a Problem."""

@@ -209,6 +209,8 @@ def test_jacobian_of_autograd_in_one_vmapped_backward():
     f = lambda q: attn_ext.attention(q, x["k"], x["v"], causal=True)  # noqa: E731
     together = torch.autograd.functional.jacobian(f, x["q"], vectorize=True)
     close(together, torch.autograd.functional.jacobian(f, x["q"]))
+    forward = torch.autograd.functional.jacobian(f, x["q"], vectorize=True, strategy="forward-mode")
+    close(forward, together)
 
 
 @pytest.mark.parametrize("kind", ["full", "mean_heads", "colsum"])
