@@ -7,6 +7,7 @@ guards against something that the cases do not show. Runs in ptxrun, some second
 """
 
 import argparse
+import ctypes
 import itertools
 from typing import NamedTuple
 
@@ -41,8 +42,25 @@ class _Recorder:
 
     def launch(self, *args, **options):
         r = self.module.launch(*args, **options)
-        self.unexecuted = set(r.unexecuted) & (self.unexecuted or set(r.unexecuted))
+        lines = set(r.unexecuted)
+        self.unexecuted = lines if self.unexecuted is None else self.unexecuted & lines
         return r
+
+
+class _Earlier:
+    """A ptxrun.Module whose launch is carried out once; `kept` then holds what it left in the results."""
+
+    def __init__(self, module, kept):
+        self.module, self.kept = module, kept
+
+    def launch(self, name, grid, block, args, shared_bytes, memory, **options):
+        ranges = zip(memory.names, memory.starts, memory.ends, memory.writable, strict=True)
+        results = {buffer: (start, end - start) for buffer, start, end, writable in ranges if writable}
+        if not self.kept:
+            self.module.launch(name, grid, block, args, shared_bytes, memory, **options)
+            self.kept.update({buffer: ctypes.string_at(*extent) for buffer, extent in results.items()})
+        for buffer, (start, size) in results.items():
+            ctypes.memmove(start, self.kept[buffer], size)
 
 
 def mutations(kernel, cases, arch="sm_80"):
@@ -52,8 +70,8 @@ def mutations(kernel, cases, arch="sm_80"):
     Yields a Mutation each.
     """
     text = cuda_kernels.ptx(kernel, arch)
-    recorder = _Recorder(ptxrun.Module(text))
-    _run(kernel, recorder, cases, arch)
+    recorder, earlier = _Recorder(ptxrun.Module(text)), {}
+    _run(kernel, recorder, cases, arch, earlier)
     if recorder.unexecuted is None:
         raise LookupError(f"no case launches {kernel}")
     function = recorder.module.find(kernel)
@@ -62,13 +80,13 @@ def mutations(kernel, cases, arch="sm_80"):
         if line in recorder.unexecuted:
             outcome = "not executed"
         else:
-            outcome = _outcome(kernel, ptxrun.Module(mutate.without(text, line)), cases, arch)
+            outcome = _outcome(kernel, ptxrun.Module(mutate.without(text, line)), cases, arch, earlier)
         yield Mutation(line, instruction, described(text, line), outcome)
 
 
-def _outcome(kernel, module, cases, arch):
+def _outcome(kernel, module, cases, arch, earlier):
     try:
-        _run(kernel, module, cases, arch)
+        _run(kernel, module, cases, arch, earlier)
     except ptxrun.PtxError as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     except AssertionError as error:
@@ -76,25 +94,46 @@ def _outcome(kernel, module, cases, arch):
     return "not noticed"
 
 
-def _run(kernel, module, cases, arch):
-    def modules(name, architecture):
-        return module if name == kernel else cuda_kernels.module(name, architecture)
+def _run(kernel, module, cases, arch, earlier):
+    """Runs the cases with `module` for a kernel; `earlier` keeps what the launches before it leave."""
 
-    for case in cases:
-        case(cuda_kernels.attention_on("ptxrun", arch, modules=modules, allow_tf32="tf32" in kernel))
+    def run(number, case):
+        launches, reached = itertools.count(), []
+
+        def modules(name, architecture):
+            launch = next(launches)
+            if name == kernel:
+                reached.append(launch)
+                return module
+            other = cuda_kernels.module(name, architecture)
+            return other if reached else _Earlier(other, earlier.setdefault((number, launch), {}))
+
+        # Few multiprocessors: decoding is split into pieces of several tiles.
+        options = {"multiprocessors": 8, "modules": modules, "allow_tf32": "tf32" in kernel}
+        case(cuda_kernels.attention_on("ptxrun", arch, **options))
+
+    for number, case in enumerate(cases):
+        run(number, case)
 
 
-def cases_of(dtype, dim, *, backward, full, few_queries=False, tf32=False):
-    """Problems of several tiles in both directions, ragged, in and outside a band, and without a query."""
-    len_q, len_k = (3, 1100) if few_queries else (150, 333)
-    given = oracle.qkv(batch=1, heads=2, heads_kv=1, len_q=len_q, len_k=len_k, dim=dim, dtype=dtype)
+def cases_of(dtype, sizes, *, backward, full, tf32=False):
+    """Problems of several tiles in both directions, ragged, in and outside a band, and without a query.
+
+    sizes: (B, Nq, Nk, D, Dv).
+    """
+    batch, len_q, len_k, dim, dim_v = sizes
+    given = oracle.qkv(batch, 2, len_q, len_k, dim, dim_v, heads_kv=1, dtype=dtype)
     some = max(1, len_q - 30)  # which leaves a tile of queries without any
-    options = [{}, {"window": (100, 0), "query_lengths": [some]}, {"causal": True, "key_lengths": [290]}]
+    options = [
+        {},
+        {"window": (len_k // 4, 0), "query_lengths": [some] * batch},
+        {"causal": True, "key_lengths": [len_k - 43] * batch},
+    ]
     if full:
         bias = oracle.randn(1, 1, len_q, len_k, dtype=dtype)  # broadcast over heads, then over queries too
         terms = [{"bias": bias}, {"bias": bias[:, :, :1]}, {"bias": bias, "mask": bias < 1}]
         heads = {
-            "alibi_slopes": torch.tensor([0.5, 0.02], dtype=dtype),
+            "alibi_slopes": torch.tensor([[0.5, 0.1], [0.3, 0.2]], dtype=dtype)[:batch],
             "sinks": torch.tensor([1.0, -2.0], dtype=dtype),
         }
         options = [{**heads, **t, **o} for t, o in zip(terms, options, strict=True)]
@@ -119,13 +158,20 @@ def cases_for(kernel):
     """Cases that launch a kernel, by its name."""
     words = kernel.split("_")
     dtype = next(DTYPES[w] for w in words if w in DTYPES)
-    dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), 64)
     tf32 = "tf32" in words
-    if "simt" in words or tf32:
-        dim = 300 if dtype in oracle.HALF else 40  # half types of fewer dimensions run on tensor cores
+    dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), 40)
+    sizes = 1, 150, 333, dim, dim
+    if "decode" in words:
+        sizes = 1, 3, 1100, dim, dim
+    elif "simt" in words or tf32:
+        # Under the window the first queries see nothing of the last tile of keys: dK and dV mark such rows.
+        sizes = 1, 70, 115, dim, dim
+        if dtype in oracle.HALF:  # up to 256 dimensions these run on tensor cores
+            sizes = 1, 70, 115, 8, 260
+    elif "sums" in words:
+        sizes = 2, 40, 70, dim, dim  # two batch elements with slopes of their own: one sum after another
     full = not {"full", "bias", "sums", "simt", "tf32"}.isdisjoint(words)
-    few_queries = "decode" in words
-    return cases_of(dtype, dim, backward="bwd" in words, full=full, few_queries=few_queries, tf32=tf32)
+    return cases_of(dtype, sizes, backward="bwd" in words, full=full, tf32=tf32)
 
 
 def main():

@@ -2,39 +2,66 @@
 
 import re
 
+import cuda_kernels
 import kernel_mutations
 import nvcc
 import pytest
+from ptxrun import mutate
 
-pytestmark = [nvcc.needed, pytest.mark.slow]
-
-# One kernel of each source: f16 and bf16, and head dims with the same tiling, share their synchronisation.
+# Every kernel that synchronises, of the two half types, which have the same source, in one.
 KERNELS = [
-    *(f"attn_fwd_sm80_f16_d{dim}{kind}" for dim in (64, 128) for kind in ("", "_full")),
     *(
-        f"attn_bwd_{what}_sm80_f16_d{dim}{kind}"
-        for what in ("dkdv", "dq")
-        for dim in (64, 128)
+        f"attn_{what}_sm80_f16_d{dim}{kind}"
+        for what in ("fwd", "bwd_dkdv", "bwd_dq")
+        for dim in (32, 64, 96, 128, 192, 256)
         for kind in ("", "_full")
     ),
-    *(f"attn_bwd_bias_sm80_f16_d{dim}" for dim in (64, 128)),
-    "attn_bwd_sums_f32",
-    "attn_decode_sm80_f16_d64",
+    *(f"attn_fwd_sm80_f16_d{dim}_compact" for dim in (192, 256)),
+    *(f"attn_bwd_bias_sm80_f16_d{dim}" for dim in (32, 64, 96, 128, 192, 256)),
+    *(f"attn_decode_sm80_f16_d{dim}" for dim in (64, 128, 256)),
+    "attn_decode_combine_f16",
     *(
         f"attn_{what}_{core}"
-        for core in ("simt_f32", "tf32_sm80")
+        for core in ("simt_f16", "simt_f32", "simt_f64", "tf32_sm80")
         for what in ("fwd", "bwd_dkdv", "bwd_dq", "bwd_bias")
     ),
+    *(f"attn_bwd_sums_{dtype}" for dtype in ("f32", "f64")),
 ]
-REDUNDANT = {  # regular expression on str(Mutation): why it may go unnoticed
-    # The second one needs it (another batch element's slopes, or a sink): without it ptxrun reports a race.
-    r"backward_sums\.cuh.*all have read the sum before": "a block's first sum needs none",
+# Without -m slow: the forward, both loops of the backward, decoding, and the two-stage ring of simt/.
+QUICK = {
+    "attn_fwd_sm80_f16_d64",
+    "attn_bwd_dkdv_sm80_f16_d64",
+    "attn_bwd_dq_sm80_f16_d64",
+    "attn_decode_sm80_f16_d64",
+    "attn_decode_combine_f16",
+    "attn_fwd_simt_f32",
+    "attn_bwd_sums_f32",
+}
+REDUNDANT = {  # regular expression on "kernel: Mutation": why it may go unnoticed
+    r"_simt_f16: .*cp\.async\.(commit|wait)_group": "halves become floats in registers: of all copies only "
+    "those of the backward's row terms are asynchronous. The source is float32's, which needs each",
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@nvcc.needed
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KERNELS]
+)
 def test_every_synchronisation_is_needed(kernel):
-    found = list(kernel_mutations.mutations(kernel, kernel_mutations.cases_for(kernel)))
-    missed = [str(m) for m in found if m.outcome in ("not noticed", "not executed")]
+    arch = "sm_86" if kernel.endswith("_compact") else "sm_80"  # compact: where a block gets 99 KiB
+    found = list(kernel_mutations.mutations(kernel, kernel_mutations.cases_for(kernel), arch))
+    missed = [f"{kernel}: {m}" for m in found if m.outcome in ("not noticed", "not executed")]
     assert found, f"{kernel} has no synchronisation at all"
     assert [m for m in missed if not any(re.search(pattern, m) for pattern in REDUNDANT)] == []
+
+
+def test_no_kernel_is_left_out():
+    files = cuda_kernels.INSTANTIATIONS.glob("*.cu")
+    kernels = {name for path in files for name in re.findall(r"_KERNEL\((attn_\w+)", path.read_text())}
+    rows = {name for name in kernels if name.startswith("attn_bwd_rows_")}  # see below
+    assert {name.replace("bf16", "f16") for name in kernels - rows} == set(KERNELS)
+
+
+@nvcc.needed
+def test_rows_of_the_backward_share_no_memory_to_synchronise():
+    assert mutate.synchronisations(cuda_kernels.ptx("attn_bwd_rows_f32", "sm_80")) == []
