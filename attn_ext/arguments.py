@@ -278,29 +278,27 @@ def alignment(causal):
     raise ArgumentValueError(f"causal must be False, True, 'lower_right' or 'upper_left', got {causal!r}")
 
 
-def window_sides(window):
+def window_sides(window, name="window"):
     """(left, right) as two integers, -1 meaning open."""
     if window is None:
         return -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ArgumentValueError(
-            "window must be a pair (left, right): how many keys before and after its diagonal a query sees, "
-            f"None or -1 = no limit; for a causal window of W keys, window=(W - 1, 0). Got {window!r}"
+            f"{name} must be a pair (left, right): how many keys before and after its diagonal a query sees, "
+            f"None or -1 = no limit; for a causal window of W keys, {name}=(W - 1, 0). Got {window!r}"
         )
     for side in window:
         if side is not None and not (_is_int(side) and side >= -1):
-            raise ArgumentValueError(f"window must hold integers >= 0, -1 or None (no limit), got {window!r}")
+            raise ArgumentValueError(f"{name} must hold integers >= 0, -1 or None (no limit), got {window!r}")
     # Nothing is 2^40 keys long, and i + left must not overflow for callers who pass sys.maxsize.
     return tuple(-1 if side is None else min(side, 1 << 40) for side in window)
 
 
-def scale_factor(scale, head_dim):
+def scale_factor(scale, head_dim, name="scale"):
     """A finite number; 1 / sqrt(head_dim) for None, and 1 where head_dim is 0: all logits are 0 then."""
     if scale is None:
         return 1 / math.sqrt(head_dim) if head_dim else 1.0
-    return _number(
-        "scale", scale, "a finite number (a tensor with gradient multiplies q instead)", _is_finite
-    )
+    return _number(name, scale, "a finite number (a tensor with gradient multiplies q instead)", _is_finite)
 
 
 def cap(softcap):

@@ -1,0 +1,1 @@
+"""Callers of other libraries, served by attn_ext."""
