@@ -17,6 +17,7 @@ from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
 
 _forward_op = torch.ops.attn_ext.attention_forward
 _backward_op = torch.ops.attn_ext.attention_backward
+_jvp_op = torch.ops.attn_ext.attention_jvp
 
 # Positions of what has derivatives (second_order.INPUTS) among the arguments of the forward op, and of the
 # backward op, there after grad_out and grad_lse.
@@ -320,6 +321,9 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
+        if args[0].device.type in ("cpu", "meta"):
+            return _below_autograd(_jvp_op, *args)
+        # No kernel there yet: the reference, block by block.
         problem, tensors = _of_tangents(args[:3], args[5:12], Options(*args[12:18], args[26]), args[18:26])
         moving = {n: t for n, t in zip(second_order.INPUTS, args[5:12], strict=True) if t is not None}
         moved = second_order.push(second_order.forward, problem, tensors, moving, ["out", "lse"])
@@ -327,7 +331,7 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.options = Options(*inputs[12:18], inputs[26])
+        ctx.options = Options(*inputs[12:18], *inputs[26:])
         saved = (*inputs[:3], *inputs[5:12], *inputs[18:26])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
@@ -336,9 +340,10 @@ class _Tangents(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         problem, tensors = _of_saved_tangents(ctx)
+        needs = _needs(ctx, 27)
         names = (*second_order.INPUTS, *_TANGENT_NAMES)
         places = (*_TANGENT_PLACES, *_TANGENTS_AT)
-        wanted = [n for n, place in zip(names, places, strict=True) if ctx.needs_input_grad[place]]
+        wanted = [n for n, place in zip(names, places, strict=True) if needs[place]]
         given = {n: c for n, c in zip(("out", "lse"), cotangents, strict=True) if c is not None}
         if not given:
             return (None,) * 27
@@ -383,4 +388,7 @@ def _of_tangents(qkv, tangents, options, tensors):
 torch.library.register_autograd("attn_ext::attention_forward", _forward_backward, setup_context=_save_forward)
 torch.library.register_autograd(
     "attn_ext::attention_backward", _backward_backward, setup_context=_save_backward
+)
+torch.library.register_autograd(
+    "attn_ext::attention_jvp", _Tangents.backward, setup_context=_Tangents.setup_context
 )

@@ -11,6 +11,9 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
   back with 0 elements.
 
+* ``attention_jvp(q, k, v, out, lse_parts, <tangents>, <options>) -> (tangent_out, tangent_lse)``: forward
+  mode, on the CPU only. The tangents are those of q, k, v, bias, float_mask, alibi_slopes, sinks; None: zero.
+
 <options> are the numbers of :class:`attn_ext.autograd.Options`, then bias, float_mask, bool_mask,
 alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32 (only float32 on CUDA looks at it).
 """
@@ -65,3 +68,9 @@ def _(
         else:
             grads.append(t.new_empty(t.shape))
     return tuple(grads)
+
+
+@torch.library.register_fake("attn_ext::attention_jvp")
+def _(q, k, v, out, lse_parts, *rest):
+    b, hq, nq, dv = out.shape
+    return _empty_heads(q, b, hq, nq, dv), q.new_empty((b, hq, nq), dtype=_lse_dtype(q))

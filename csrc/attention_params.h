@@ -113,6 +113,14 @@ struct BackwardIO {
   void* workspace = nullptr;  // backward_workspace_bytes() of memory, 64-byte aligned
 };
 
+// Forward mode. A tangent that is not present is zero; the others have the shape of what they belong to.
+struct JvpIO {
+  StridedView out, lse_parts;                   // what forward returned
+  StridedView tangent_q, tangent_k, tangent_v;  // last stride 1
+  StridedView tangent_bias, tangent_float_mask, tangent_alibi_slopes, tangent_sinks;
+  StridedView tangent_out, tangent_lse;  // results, as ForwardOutput's
+};
+
 // Per query row lse in two parts and delta, per head sums of the sinks' gradient, per head and key block those of ALiBi's.
 // At least one key block in 128 keys.
 inline int64_t backward_workspace_bytes(const AttentionParams& p) {

@@ -288,4 +288,44 @@ BackwardResult::Tensors BackwardResult::rounded(const OptionalTensor& bias,
           std::move(grad_sinks)};
 }
 
+JvpResult allocate_jvp(Memory& memory, const AttentionParams& p, const Tensor& q, const Tensor& out,
+                       const Tensor& lse_parts, const Tangents& tangents) {
+  JvpIO io;
+  STD_TORCH_CHECK(is_shape(out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
+                      is_shape(lse_parts.sizes(), {p.batch, p.heads_q, p.len_q, 2}),
+                  "attn_ext: out and lse_parts must have the shape that forward returned");
+  io.out = memory.rows(out, "out");
+  io.lse_parts = memory.rows(lse_parts, "lse_parts");
+  const DType lse_dtype = p.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  STD_TORCH_CHECK(io.out.dtype == p.q.dtype && io.lse_parts.dtype == lse_dtype,
+                  "attn_ext: out must have q's dtype, lse_parts have lse's");
+  const auto of_rows = [&](const OptionalTensor& t, int64_t heads, int64_t length, int64_t dim,
+                           const char* name) {
+    if (!t.has_value()) return StridedView{};
+    STD_TORCH_CHECK(is_shape(t->sizes(), {p.batch, heads, length, dim}), "attn_ext: shape of ", name,
+                    " does not fit q, k and v");
+    const StridedView view = memory.rows(*t, name);
+    STD_TORCH_CHECK(view.dtype == p.q.dtype, "attn_ext: ", name, " must have q's dtype");
+    return view;
+  };
+  io.tangent_q = of_rows(tangents.q, p.heads_q, p.len_q, p.dim_qk, "tangent_q");
+  io.tangent_k = of_rows(tangents.k, p.heads_kv, p.len_k, p.dim_qk, "tangent_k");
+  io.tangent_v = of_rows(tangents.v, p.heads_kv, p.len_k, p.dim_v, "tangent_v");
+  io.tangent_bias = memory.score_term(tangents.bias, p, false, "tangent_bias");
+  io.tangent_float_mask = memory.score_term(tangents.float_mask, p, false, "tangent_float_mask");
+  io.tangent_alibi_slopes = memory.per_head(tangents.alibi_slopes, p, true, "tangent_alibi_slopes");
+  io.tangent_sinks = memory.per_head(tangents.sinks, p, false, "tangent_sinks");
+  STD_TORCH_CHECK((!tangents.bias || p.bias.present) && (!tangents.float_mask || p.float_mask.present) &&
+                      (!tangents.alibi_slopes || p.alibi_slopes.present) &&
+                      (!tangents.sinks || p.sinks.present),
+                  "attn_ext: a tangent belongs to a tensor that was not given");
+  JvpResult r{memory.empty_heads(p.batch, p.heads_q, p.len_q, p.dim_v, q.scalar_type()),
+              memory.empty({p.batch, p.heads_q, p.len_q}, sum_dtype(p)),
+              {}};
+  io.tangent_out = memory.rows(r.tangent_out, "tangent_out");
+  io.tangent_lse = memory.strided(r.tangent_lse, "tangent_lse");
+  r.views = io;
+  return r;
+}
+
 }  // namespace attn_ext

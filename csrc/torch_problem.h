@@ -110,4 +110,17 @@ BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const
                                  const OptionalTensor& float_mask, const OptionalTensor& alibi_slopes,
                                  const OptionalTensor& sinks, int64_t output_mask, BackwardMemory needs);
 
+// The tangents of the inputs, none of which has to be given.
+struct Tangents {
+  const OptionalTensor &q, &k, &v, &bias, &float_mask, &alibi_slopes, &sinks;
+};
+
+struct JvpResult {
+  Tensor tangent_out, tangent_lse;
+  JvpIO views;
+};
+
+JvpResult allocate_jvp(Memory& memory, const AttentionParams& p, const Tensor& q, const Tensor& out,
+                       const Tensor& lse_parts, const Tangents& tangents);
+
 }  // namespace attn_ext

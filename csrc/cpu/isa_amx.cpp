@@ -72,11 +72,16 @@ void run_tiles_backward(const AttentionParams& p, const BackwardIO& io, const Th
   kAvx512Kernels.backward(p, io, threads);
 }
 
+void run_jvp(const AttentionParams& p, const JvpIO& io, const Threads& threads) {
+  kAvx512Kernels.jvp(p, io, threads);
+}
+
 }  // namespace
 }  // namespace isa_amx
 
 const CpuKernels* amx_kernels() {
-  static const CpuKernels kernels = {"amx", isa_amx::run_tiles_forward, isa_amx::run_tiles_backward};
+  static const CpuKernels kernels = {"amx", isa_amx::run_tiles_forward, isa_amx::run_tiles_backward,
+                                     isa_amx::run_jvp};
   return amx_runs() ? &kernels : nullptr;
 }
 

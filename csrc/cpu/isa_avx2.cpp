@@ -15,7 +15,7 @@ constexpr int kPanelVectors = 2;  // vectors of columns in a panel, see matmul.h
 
 namespace attn_ext {
 extern const CpuKernels kAvx2Kernels;
-const CpuKernels kAvx2Kernels = {"avx2", isa_avx2::run_forward, isa_avx2::run_backward};
+const CpuKernels kAvx2Kernels = {"avx2", isa_avx2::run_forward, isa_avx2::run_backward, isa_avx2::run_jvp};
 }  // namespace attn_ext
 #if defined(__clang__)
 #pragma clang attribute pop

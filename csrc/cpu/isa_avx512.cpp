@@ -17,7 +17,8 @@ constexpr int kPanelVectors = 4;  // vectors of columns in a panel, see matmul.h
 
 namespace attn_ext {
 extern const CpuKernels kAvx512Kernels;
-const CpuKernels kAvx512Kernels = {"avx512", isa_avx512::run_forward, isa_avx512::run_backward};
+const CpuKernels kAvx512Kernels = {"avx512", isa_avx512::run_forward, isa_avx512::run_backward,
+                                   isa_avx512::run_jvp};
 }  // namespace attn_ext
 #if defined(__clang__)
 #pragma clang attribute pop

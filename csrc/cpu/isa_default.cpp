@@ -9,5 +9,6 @@ constexpr int kPanelVectors = 2;  // vectors of columns in a panel, see matmul.h
 
 namespace attn_ext {
 extern const CpuKernels kDefaultKernels;
-const CpuKernels kDefaultKernels = {"default", isa_default::run_forward, isa_default::run_backward};
+const CpuKernels kDefaultKernels = {"default", isa_default::run_forward, isa_default::run_backward,
+                                    isa_default::run_jvp};
 }  // namespace attn_ext

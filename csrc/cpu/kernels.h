@@ -21,6 +21,7 @@ struct CpuKernels {
   const char* name;
   void (*forward)(const AttentionParams&, const ForwardOutput&, const Threads&);
   void (*backward)(const AttentionParams&, const BackwardIO&, const Threads&);
+  void (*jvp)(const AttentionParams&, const JvpIO&, const Threads&);
 };
 
 const CpuKernels& cpu_kernels();      // the best this machine runs, or what ATTN_EXT_CPU_ISA names

@@ -17,6 +17,7 @@
 #include "grad_tile.h"
 #include "bias_backward.h"
 #include "backward.h"
+#include "jvp.h"
 
 namespace attn_ext {
 namespace ATTN_ISA {
@@ -37,6 +38,10 @@ inline void run_backward(const AttentionParams& p, const BackwardIO& io, const T
   } else {
     backward<float, GradProducts<float>>(p, io, threads);
   }
+}
+
+inline void run_jvp(const AttentionParams& p, const JvpIO& io, const Threads& threads) {
+  p.q.dtype == DType::kFloat64 ? jvp<double>(p, io, threads) : jvp<float>(p, io, threads);
 }
 
 #endif
