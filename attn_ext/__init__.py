@@ -23,6 +23,8 @@ except ImportError as error:
 
 from . import reference
 from .functional import attention, merge_attention, scaled_dot_product_attention
+from .integrations.sdpa import patch_sdpa
+from .integrations.torch_modules import replace_attention
 from .modules import MultiHeadAttention
 from .plan import LaunchPlan, launch_plan
 
@@ -35,6 +37,8 @@ __all__ = [
     "attention",
     "launch_plan",
     "merge_attention",
+    "patch_sdpa",
     "reference",
+    "replace_attention",
     "scaled_dot_product_attention",
 ]

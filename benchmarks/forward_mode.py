@@ -3,7 +3,7 @@
     python benchmarks/forward_mode.py                    N 512 to 4096, 8 heads, D 64, float32
 
 Tangents of q, k and v. Times: medians of samples that alternate in one process, in milliseconds; "ratio" is
-the formula's time over ours. Memory: what one call adds to a process of its own at its peak, results included.
+the formula's time over ours. Memory: what one call adds to a process of its own at its peak, with results.
 """
 
 import argparse
