@@ -14,6 +14,8 @@ if not list((ROOT / "attn_ext").glob("_C.*.so")):
 
 import torch  # noqa: E402
 
+MOST_PLACES = 100  # that are printed: --kernel-lines
+
 # One thread a process: pytest-xdist runs several processes, and threads that wait for each other across
 # processes make tests a hundred times slower. Tests about threads set their own number.
 torch.set_num_threads(1)
@@ -50,7 +52,8 @@ def pytest_sessionfinish(session):
         return
     text, unexplained = kernel_lines.report(kernel_lines.merge(config.kernel_lines))
     Path(config.getoption("kernel_lines")).write_text(text + "\n")
-    print(f"\n{unexplained} PTX lines never executed and not in kernel_lines.EXPECTED")
+    print(f"\n{len(unexplained)} places in CUDA kernels never executed and not in kernel_lines.EXPECTED")
+    print("\n".join(unexplained[:MOST_PLACES]))
     if unexplained and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

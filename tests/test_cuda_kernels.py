@@ -141,7 +141,7 @@ def test_every_option_beside_a_broadcast_bias(device, dtype, bucket):
 
 
 @every_device
-@pytest.mark.parametrize(("dtype", "dim"), [(F16, 192), (BF16, 250)], ids=str)
+@pytest.mark.parametrize(("dtype", "dim"), [(F16, 192), (BF16, 192), (F16, 250), (BF16, 250)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gpus_with_less_shared_memory(device, dtype, dim, causal):
     """Head dims above 128 have forward kernels of their own where a block gets 99 KiB."""

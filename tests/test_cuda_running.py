@@ -77,6 +77,35 @@ def test_lines_are_merged_over_processes():
 
 
 @nvcc.needed
+def test_lines_without_a_reason_are_reported(monkeypatch, tmp_path):
+    # Faults: a pattern that explains nothing or all; the same code of two architectures counted twice.
+    loop = ROTATE.replace("  o[t] = v;", "  while (v > 99) v = v * 7 % 1000;\n  o[t] = v;")
+    texts = {arch: nvcc.ptx_of_text(HEAD + loop, arch, ("-lineinfo",)) for arch in ("sm_80", "sm_86")}
+    lines = set(ptxrun.Module(texts["sm_80"]).launch("k", 1, 64, [np.zeros(64, np.int32)]).unexecuted)
+    monkeypatch.setattr(cuda_kernels, "ptx", lambda kernel, arch: texts[arch])
+    monkeypatch.setattr(cuda_kernels, "INSTANTIATIONS", tmp_path)
+    merged = {("k", "sm_80"): lines, ("k", "sm_86"): lines | {max(lines) + 1}}
+
+    monkeypatch.setattr(kernel_lines, "EXPECTED", [(r"for \(", "another line")])
+    text, unexplained = kernel_lines.report(merged)
+    assert text.startswith(f"k (sm_80): {len(lines)} PTX lines")
+    assert "sm_86" not in text
+    (row,) = unexplained
+    assert "while (v > 99)" in row
+
+    monkeypatch.setattr(kernel_lines, "EXPECTED", [(r"while \(v > 99\).* \| ", "v is below 64")])
+    text, unexplained = kernel_lines.report(merged)
+    assert "v is below 64" in text
+    assert unexplained == []
+    assert kernel_lines.report({}) == ("", [])
+
+    (tmp_path / "toy.cu").touch()
+    unused = nvcc.ptx_of_text(HEAD + ROTATE.replace("K k(", "K unused("))
+    monkeypatch.setattr(nvcc, "ptx_of_file", lambda path, flags: unused)
+    assert kernel_lines.report(merged)[1] == ["unused: no test launches it"]
+
+
+@nvcc.needed
 def test_a_needed_barrier_is_told_from_a_redundant_one():
     text = nvcc.ptx_of_text(HEAD + ROTATE)
     (first, _), (second, _) = mutate.synchronisations(text)
