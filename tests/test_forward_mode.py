@@ -72,6 +72,34 @@ def test_error_is_at_most_that_of_the_plain_formula(dtype, len_q):
     assert error <= 2 * allowed + 1e-5
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("len_q", [3, 130])
+def test_what_is_hidden_never_matters(bad, len_q):
+    """Not even its tangents: masked keys, storage past key_lengths, rows past query_lengths."""
+    shapes = ((2, 2, len_q, 5), (2, 2, 140, 5), (2, 2, 140, 7), (2, 2, len_q, 140))
+    x, t = ([randn(*s, seed=n + k) for n, s in enumerate(shapes)] for k in (0, 10))
+    mask = torch.ones(140, dtype=torch.bool)
+    mask[[1, 64]] = False
+    lengths = {"key_lengths": torch.tensor([131, 0]), "query_lengths": torch.tensor([len_q - 1, len_q])}
+
+    def ours(q, k, v, bias):
+        options = {"mask": mask.expand(len_q, 140), "softcap": 3.0, **lengths}
+        return finite(attn_ext.attention(q, k, v, bias=bias, **options, return_lse=True))
+
+    clean = jvp(ours, tuple(x), tuple(t))[1]
+    for q, k, v, bias in (x, t):
+        q[0, :, -1:] = bad
+        k[:, :, ~mask] = bad
+        bias[..., ~mask] = bad if q is t[0] else -torch.inf
+        for b, length in enumerate(lengths["key_lengths"].tolist()):
+            k[b, :, length:], v[b, :, length:] = bad, bad
+    for got, want in zip(jvp(ours, tuple(x), tuple(t))[1], clean, strict=True):
+        assert torch.equal(got, want)
+        assert want.isfinite().all()
+        assert want[0].abs().max() > 0
+        assert not want[1].any()
+
+
 def test_large_logits_keep_their_weights():
     """P = exp(S - lse) needs the forward's own S where S is 1e4."""
     for len_q in (2, 20):
