@@ -81,7 +81,9 @@ def attention(
 
 
 def in_transform():
-    """Whether eager code runs inside torch.func's transforms or forward-mode AD."""
+    """Whether eager code runs inside torch.func's transforms or forward-mode AD. False in compiled code."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 

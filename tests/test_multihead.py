@@ -103,6 +103,7 @@ def test_window(is_causal, extra_keys):
 
 
 def test_qk_norm_includes_the_learned_key():
+    torch.manual_seed(0)  # with other numbers a key's variance may be small beside eps
     module = randomised(MultiHeadAttention(8, 4, batch_first=True, qk_norm="layer", add_bias_kv=True, **F64))
     x = torch.randn(2, 5, 8, **F64)
     _, weights = module(x, x, x, average_attn_weights=False)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from attended import Attended
 from other_python import start_python
 
 import attn_ext
@@ -77,18 +78,6 @@ def test_two_processes_train_as_one_does(kind, tmp_path):
     assert len(one) == 5
     assert abs(one[-1] - one[0]) > 0.05  # it does train
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-5, atol=1e-6)
-
-
-class Attended(torch.utils.data.Dataset):
-    """A data set that computes attention in the loader's workers."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, n):
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-        x = torch.full((1, 2, 33, 8), float(n)) + torch.arange(8)
-        return attn_ext.attention(x, x.flip(-1), x, causal=True)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])

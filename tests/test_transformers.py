@@ -1,11 +1,10 @@
 """Hugging Face transformers with attn_implementation="attn_ext": the results are those of "eager"."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from other_python import run_python
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: models are tiny and have random weights
 transformers = pytest.importorskip("transformers", reason="the optional dependency transformers is missing")
@@ -530,7 +529,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert f"needs transformers >= {integration.OLDEST}" in done.stdout
 
