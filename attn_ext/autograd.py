@@ -289,7 +289,7 @@ class _PlainAttention(torch.autograd.Function):
         output_mask = wanted[0] + 2 * wanted[1] + 4 * wanted[2]
         q, k, v, out, lse_parts = ctx.saved_tensors
         args = (grad_out, None, q, k, v, out, lse_parts, output_mask, ctx.scale, ctx.causal)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or in_transform():
             grads = _gradients(*args[:8], *Options(*args[8:]).with_tensors(*(None,) * 8))
         else:
             grads = _below_autograd(_backward_op, *args)

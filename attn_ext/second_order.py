@@ -88,29 +88,21 @@ def pull(function, problem, tensors, wanted, cotangents):
     if not torch.is_grad_enabled():
         return _pull(function, problem, tensors, wanted, cotangents)
     names = (tuple(tensors), tuple(wanted), tuple(cotangents))
-    options = problem.options
-    grads = _Pull.apply(function, options, names, *problem[:4], *tensors.values(), *cotangents.values())
+    values = (*tensors.values(), *cotangents.values())
+    grads = _Pull.apply(function, problem.options, names, *problem[:4], *values)
     return dict(zip(wanted, grads, strict=True))
 
 
 def push(function, problem, tensors, moving, results):
     """{name: tangent} of those results that ``results`` names; ``moving`` has tangents of tensors."""
-    tensors = {n: t for n, t in tensors.items() if t is not None}
     if not moving:
         return {}
-    wide = _widened(tensors)
+    tensors = {n: t for n, t in tensors.items() if t is not None}
     sums = _Sums(tensors)
     with reference.no_autocast(tensors["q"]):
-        for block in _blocks(tensors):
-            part = {n: block.take(n, t) for n, t in wide.items()}
-            part_problem = block.problem(problem)
-
-            def of_moving(*values, part=part, part_problem=part_problem):
-                changed = dict(zip(moving, values, strict=True))
-                return function(part_problem, {**part, **changed}, results)
-
-            steps = [block.take(n, t).to(part[n].dtype) for n, t in moving.items()]
-            sums.add(block, linearized(of_moving, [part[n] for n in moving], steps))
+        for block, part, values in _parts(function, problem, tensors, moving, results):
+            steps = [block.take(n, t).to(v.dtype) for v, (n, t) in zip(values, moving.items(), strict=True)]
+            sums.add(block, linearized(part, values, steps))
     return sums.total()
 
 
@@ -126,21 +118,30 @@ def linearized(function, primals, tangents):
 
 
 def _pull(function, problem, tensors, wanted, cotangents, whole=False):
-    wide = _widened(tensors)
     sums = _Sums(tensors)
     with reference.no_autocast(tensors["q"]):  # the pull-backs too
-        for block in _blocks(tensors, whole):
-            part = {n: block.take(n, t) for n, t in wide.items()}
-            part_problem = block.problem(problem)
-
-            def of_wanted(*values, part=part, part_problem=part_problem):
-                changed = dict(zip(wanted, values, strict=True))
-                return function(part_problem, {**part, **changed}, list(cotangents))
-
-            made, pull_back = torch.func.vjp(of_wanted, *(part[n] for n in wanted))
+        for block, part, values in _parts(function, problem, tensors, wanted, list(cotangents), whole):
+            made, pull_back = torch.func.vjp(part, *values)
             given = {n: block.take(n, c).to(made[n].dtype) for n, c in cotangents.items()}
             sums.add(block, dict(zip(wanted, pull_back(given), strict=True)))
     return sums.total()
+
+
+def _parts(function, problem, tensors, names, results, whole=False):
+    """For each block (block, f, values): f(*values) is ``function`` of the block.
+
+    values: the block's parts of the tensors that ``names`` lists, the variables; the others are constants.
+    """
+    # Half types in float32, which the blocks are summed up in.
+    wide = {n: t.to(torch.promote_types(t.dtype, torch.float32)) for n, t in tensors.items()}
+    for block in _blocks(tensors, whole):
+        part = {n: block.take(n, t) for n, t in wide.items()}
+        part_problem = block.problem(problem)
+
+        def of_names(*values, part=part, part_problem=part_problem):
+            return function(part_problem, {**part, **dict(zip(names, values, strict=True))}, results)
+
+        yield block, of_names, [part[n] for n in names]
 
 
 class _Pull(torch.autograd.Function):
@@ -180,11 +181,6 @@ def _named(names, values):
         dict(zip(tensors, values[: len(tensors)], strict=True)),
         dict(zip(cotangents, values[len(tensors) :], strict=True)),
     )
-
-
-def _widened(tensors):
-    """Half types in float32, which the blocks are summed up in."""
-    return {n: t.to(torch.promote_types(t.dtype, torch.float32)) for n, t in tensors.items()}
 
 
 def _blocks(tensors, whole=False):

@@ -78,8 +78,8 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "Tensor? tangent_k, Tensor? tangent_v, Tensor? tangent_bias, Tensor? tangent_float_mask, "
       "Tensor? tangent_alibi_slopes, Tensor? tangent_sinks, " ATTN_OPTION_SCHEMA
       ") -> (Tensor tangent_out, Tensor tangent_lse)");
-  // What forward and backward would launch on a GPU (torch_cuda.cpp): the plan as JSON bytes, the results, the workspace, and copies
-  // that had to be made.
+  // What forward and backward would launch on a GPU (torch_cuda.cpp): the plan as JSON bytes, the results, the
+  // workspace, and copies that had to be made.
   m.def(
       "attention_forward_plan(Tensor q, Tensor k, Tensor v, int architecture, int "
       "multiprocessors, " ATTN_OPTION_SCHEMA ") -> Tensor[]");

@@ -238,6 +238,18 @@ def test_weights(kind, monkeypatch):
     close(vmap(grad(loss(ours), places))(*batch), vmap(grad(loss(theirs), places))(*batch))
 
 
+def test_vmapped_cotangents_of_a_graph_that_was_made_outside(recwarn):
+    """By our rule: torch's fallback, one call a sample, would warn."""
+    q, k, v = (t.requires_grad_() for t in tensors(NAMES[:3]).values())
+    out = attn_ext.attention(q, k, v)
+    cotangents = randn(V, *out.shape, seed=4)
+    got = vmap(lambda g: torch.autograd.grad(out, (q, k, v), g, retain_graph=True))(cotangents)
+    want = [torch.autograd.grad(out, (q, k, v), g, retain_graph=True) for g in cotangents]
+    for g, w in zip(got, zip(*want, strict=True), strict=True):
+        close(g, torch.stack(w))
+    assert not [w for w in recwarn if "batching rule" in str(w.message)]
+
+
 # Nestings
 
 
