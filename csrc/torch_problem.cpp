@@ -212,26 +212,33 @@ ForwardResult allocate_forward(Memory& memory, const AttentionParams& p, const T
   return r;
 }
 
+// What a forward returned, given back to a derivative.
+static void view_saved(Memory& memory, const AttentionParams& p, const Tensor& out, const Tensor& lse_parts,
+                       StridedView& out_view, StridedView& lse_parts_view) {
+  STD_TORCH_CHECK(is_shape(out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
+                      is_shape(lse_parts.sizes(), {p.batch, p.heads_q, p.len_q, 2}),
+                  "attn_ext: out and lse_parts must have the shape that forward returned");
+  out_view = memory.rows(out, "out");
+  lse_parts_view = memory.rows(lse_parts, "lse_parts");
+  const DType lse_dtype = p.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  STD_TORCH_CHECK(out_view.dtype == p.q.dtype && lse_parts_view.dtype == lse_dtype,
+                  "attn_ext: out must have q's dtype, lse_parts have lse's");
+}
+
 BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const Tensor& grad_out,
                                  const OptionalTensor& grad_lse, const Tensor& q, const Tensor& out,
                                  const Tensor& lse_parts, const OptionalTensor& bias,
                                  const OptionalTensor& float_mask, const OptionalTensor& alibi_slopes,
                                  const OptionalTensor& sinks, int64_t output_mask, BackwardMemory needs) {
   BackwardIO io;
+  view_saved(memory, p, out, lse_parts, io.out, io.lse_parts);
   STD_TORCH_CHECK(is_shape(grad_out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
-                      is_shape(out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}),
-                  "attn_ext: grad_out and out must have the shape that forward returned");
-  STD_TORCH_CHECK(is_shape(lse_parts.sizes(), {p.batch, p.heads_q, p.len_q, 2}) &&
                       (!grad_lse || is_shape(grad_lse->sizes(), {p.batch, p.heads_q, p.len_q})),
-                  "attn_ext: lse_parts and grad_lse must have the shape that forward returned");
+                  "attn_ext: grad_out and grad_lse must have the shapes of out and lse");
   io.grad_out = memory.rows(grad_out, "grad_out", needs.aligned_grad_out);
-  io.out = memory.rows(out, "out");
-  io.lse_parts = memory.rows(lse_parts, "lse_parts");
   if (grad_lse) io.grad_lse = memory.strided(*grad_lse, "grad_lse");
-  const DType lse_dtype = p.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  STD_TORCH_CHECK(io.grad_out.dtype == p.q.dtype && io.out.dtype == p.q.dtype &&
-                      io.lse_parts.dtype == lse_dtype && (!grad_lse || io.grad_lse.dtype == lse_dtype),
-                  "attn_ext: grad_out and out must have q's dtype, lse_parts and grad_lse have lse's");
+  STD_TORCH_CHECK(io.grad_out.dtype == io.out.dtype && (!grad_lse || io.grad_lse.dtype == io.lse_parts.dtype),
+                  "attn_ext: grad_out must have q's dtype, grad_lse have lse's");
 
   const ScalarType dtype = q.scalar_type();
   // A gradient that is not wanted has no elements, and is a tensor of its own: an op's results may not alias.
@@ -291,14 +298,7 @@ BackwardResult::Tensors BackwardResult::rounded(const OptionalTensor& bias,
 JvpResult allocate_jvp(Memory& memory, const AttentionParams& p, const Tensor& q, const Tensor& out,
                        const Tensor& lse_parts, const Tangents& tangents) {
   JvpIO io;
-  STD_TORCH_CHECK(is_shape(out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
-                      is_shape(lse_parts.sizes(), {p.batch, p.heads_q, p.len_q, 2}),
-                  "attn_ext: out and lse_parts must have the shape that forward returned");
-  io.out = memory.rows(out, "out");
-  io.lse_parts = memory.rows(lse_parts, "lse_parts");
-  const DType lse_dtype = p.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  STD_TORCH_CHECK(io.out.dtype == p.q.dtype && io.lse_parts.dtype == lse_dtype,
-                  "attn_ext: out must have q's dtype, lse_parts have lse's");
+  view_saved(memory, p, out, lse_parts, io.out, io.lse_parts);
   const auto of_rows = [&](const OptionalTensor& t, int64_t heads, int64_t length, int64_t dim,
                            const char* name) {
     if (!t.has_value()) return StridedView{};
