@@ -25,15 +25,47 @@ from . import reference
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .integrations.sdpa import patch_sdpa
 from .integrations.torch_modules import replace_attention
-from .modules import MultiHeadAttention
+from .modules import (
+    CrossAttention,
+    MultiHeadAttention,
+    SelfAttention,
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 from .plan import LaunchPlan, launch_plan
+from .positions import (
+    ALiBi,
+    LearnedPositionalEncoding,
+    RelativePositionBias2D,
+    RotaryEmbedding,
+    SinusoidalPositionalEncoding,
+    T5RelativePositionBias,
+    alibi_slopes,
+)
 
 __version__ = _C.build_info()["version"]
 
 __all__ = [
+    "ALiBi",
+    "CrossAttention",
     "LaunchPlan",
+    "LearnedPositionalEncoding",
     "MultiHeadAttention",
+    "RelativePositionBias2D",
+    "RotaryEmbedding",
+    "SelfAttention",
+    "SinusoidalPositionalEncoding",
+    "T5RelativePositionBias",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "__version__",
+    "alibi_slopes",
     "attention",
     "launch_plan",
     "merge_attention",

@@ -8,6 +8,7 @@ The common case costs a few comparisons. Nothing here depends on tensor data whi
 
 import math
 import numbers
+import warnings
 
 import torch
 
@@ -221,6 +222,27 @@ def score_term(name, t, q, len_k, autocast, *, bool_allowed=False):
             f"got shape {tuple(t.shape)}"
         )
     return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
+
+
+def warn_if_all_hidden(name, mask):
+    """Say so if a boolean mask lets no query attend to any key: most likely it was meant the other way round.
+
+    Only on the CPU and not while compiling: elsewhere its values cannot be read without waiting. The first
+    element tells it apart from most others at little cost.
+    """
+    if torch.compiler.is_compiling() or not mask.is_cpu or type(mask) is not torch.Tensor or not mask.numel():
+        return
+    try:
+        hidden = not mask[0, 0, 0, 0] and not mask.any()
+    except RuntimeError:  # under vmap: each sample has values of its own
+        return
+    if hidden:
+        warnings.warn(
+            f"{name} hides every key from every query: the output is 0. True means may attend in "
+            "attn_ext.attention and scaled_dot_product_attention, but masked out in MultiHeadAttention, as "
+            "in torch.nn. If it was meant the other way round, pass ~mask.",
+            stacklevel=2,
+        )
 
 
 def per_head(name, t, q, autocast, *, batch_allowed=False):

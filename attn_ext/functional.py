@@ -277,6 +277,7 @@ def _resolve(
     if mask is not None:
         mask = arguments.score_term(mask_name, mask, q, len_k, autocast, bool_allowed=True)
         if mask.dtype == torch.bool:
+            arguments.warn_if_all_hidden(mask_name, mask)
             bool_mask = mask
         else:
             float_mask = mask

@@ -165,25 +165,36 @@ def test_samples_of_multi_head_attention_forward_under_the_patch():
     assert checked >= 90
 
 
+def without_dropout(module):
+    """In float64. Dropout is random: another generator makes another mask."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        elif isinstance(part, (nn.MultiheadAttention, attn_ext.MultiHeadAttention)):
+            part.dropout = 0.0
+    return module.double()
+
+
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:Support for mismatched")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_after_replace_attention(name, training):
+@pytest.mark.parametrize("how", ["replace_attention", "our class"])
+def test_modules(how, name, training):
     """Every ModuleInfo input of torch.nn's attention and transformer modules: outputs and gradients."""
     info = MODULES[name]
     inputs = info.module_inputs_func(info, "cpu", F64, requires_grad=True, training=training)
     assert len(inputs) >= 30
     for number, each in enumerate(inputs):
         torch.manual_seed(0)
-        theirs = info.module_cls(*each.constructor_input.args, **each.constructor_input.kwargs)
-        theirs = theirs.double().train(training)
-        for part in theirs.modules():  # dropout is random: another generator makes another mask
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-            elif isinstance(part, nn.MultiheadAttention):
-                part.dropout = 0.0
-        ours = copy.deepcopy(theirs)
-        assert attn_ext.replace_attention(ours).replaced
+        arguments = each.constructor_input.args, each.constructor_input.kwargs
+        theirs = without_dropout(info.module_cls(*arguments[0], **arguments[1])).train(training)
+        if how == "replace_attention":
+            ours = copy.deepcopy(theirs)
+            assert attn_ext.replace_attention(ours).replaced
+        else:
+            cls = getattr(attn_ext, name.replace("Multihead", "MultiHead"))
+            ours = without_dropout(cls(*arguments[0], **arguments[1])).train(training)
+            ours.load_state_dict(theirs.state_dict())
         results = []
         for module in (theirs, ours):
             arguments = each.forward_input.args, each.forward_input.kwargs

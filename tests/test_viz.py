@@ -35,6 +35,12 @@ ATTN_MASK = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
         ({"num_kv_heads": 2, "qk_norm": "rms"}, {"key_padding_mask": PADDING}),
         ({"add_bias_kv": True, "add_zero_attn": True}, {"key_padding_mask": PADDING}),
         ({"window": (2, 0), "softcap": 3.0}, {"attn_mask": ATTN_MASK}),
+        ({"position": attn_ext.RotaryEmbedding(6), "add_bias_kv": True}, {}),
+        ({"position": attn_ext.ALiBi(4), "num_kv_heads": 2}, {"is_causal": True}),
+        (
+            {"position": attn_ext.T5RelativePositionBias(4, dtype=torch.float64)},
+            {"key_padding_mask": PADDING},
+        ),
         ({}, {"attn_mask": torch.randn(8, 5, 5, dtype=torch.float64)}),  # of each sample and head
         ({}, {"is_causal": True, "attn_mask": ATTN_MASK}),
         ({}, {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}),  # nobody sees anything

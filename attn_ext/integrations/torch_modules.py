@@ -153,7 +153,7 @@ def _rebase(module, cls):
 
 def _to_ours(module):
     """Change the class; return the attributes that this added, the extras of ours, all off."""
-    added = dict.fromkeys(("window", "softcap", "qk_norm", "q_norm", "k_norm"))
+    added = dict.fromkeys(("window", "softcap", "qk_norm", "q_norm", "k_norm", "position"))
     added["num_kv_heads"] = module.num_heads
     vars(module).update(added)
     # In the class it is False, which keeps nn.TransformerEncoderLayer from its own fused path.

@@ -1,5 +1,8 @@
 """MultiHeadAttention: torch.nn.MultiheadAttention's interface and checkpoints on the fused kernels."""
 
+import functools
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,7 +11,7 @@ from .. import arguments
 from ..arguments import ArgumentTypeError, ArgumentValueError
 from ..functional import attention, merge_attention
 from .score_terms import score_terms
-from .torch_conversion import copy_parameters, torch_arguments
+from .torch_conversion import copy_parameters, torch_arguments, used_extras
 
 QK_NORM_EPS = 1e-6  # as in models with q/k norm (Qwen3, OLMo 2): small beside activations of order one
 
@@ -43,6 +46,9 @@ class MultiHeadAttention(nn.Module):
         softcap: logits become `softcap * tanh(logits / softcap)` before masks and biases are added.
         qk_norm: "rms" or "layer": each head's query and key (also `bias_k`) are normalised over head_dim,
             with a learned scale that the heads share (`q_norm.weight`, `k_norm.weight`).
+        position: a module of :mod:`attn_ext.positions` that turns queries and keys (after qk_norm) or adds to
+            the logits: RotaryEmbedding, ALiBi, T5RelativePositionBias, RelativePositionBias2D, or one of your
+            own. Query i stands at position i + S - L, key j at j; extra keys stand nowhere.
 
     Differences from torch.nn.MultiheadAttention: a query with no visible key (a fully padded sample) gives
     `out_proj.bias` and weights 0 in every mode, where torch gives NaN; returned weights are those before
@@ -100,6 +106,7 @@ class MultiHeadAttention(nn.Module):
         window: tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
         qk_norm: str | None = None,
+        position: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
@@ -123,6 +130,13 @@ class MultiHeadAttention(nn.Module):
         dropout = arguments.probability(dropout, "dropout")
         if qk_norm not in (None, "rms", "layer"):
             raise ArgumentValueError(f'qk_norm must be None, "rms" or "layer", got {qk_norm!r}')
+        if position is not None and not hasattr(position, "attention_terms"):
+            raise ArgumentTypeError(
+                "position must be a module with attention_terms(q, k), see attn_ext.positions, got "
+                f"{type(position).__name__} (absolute encodings are added to the input of the first layer)"
+            )
+        if self.head_dim < 32:
+            _warn_of_small_heads(self.head_dim)
         arguments.window_sides(window)
         arguments.cap(softcap)
         self.dropout = dropout
@@ -131,6 +145,7 @@ class MultiHeadAttention(nn.Module):
         self.window = window
         self.softcap = softcap
         self.qk_norm = qk_norm
+        self.position = position
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -221,24 +236,26 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value, batched)
-        sizes = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-        mask, bias = score_terms(key_padding_mask, attn_mask, attn_bias, sizes, batched, v.dtype)
         if self.qk_norm is not None:
             q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
+        placed_q, placed_k, terms = q, k, {}
+        if self.position is not None:
+            placed_q, placed_k, terms = self.position.attention_terms(q, k)
+            terms = dict(terms)  # to take the bias out of
+        biases = {"attn_bias": attn_bias, "position's bias": terms.pop("bias", None)}
+        sizes = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
+        mask, bias = score_terms(key_padding_mask, attn_mask, biases, sizes, batched, v.dtype)
         weights_kind = None
         if need_weights:
             weights_kind = "mean_heads" if average_attn_weights else "full"
-        options = {
-            "mask": mask,
-            "bias": bias,
-            "causal": "upper_left" if is_causal and attn_mask is None else False,
-            "window": self.window,
-        }
+        causal = "upper_left" if is_causal and attn_mask is None else False
+        options = dict(mask=mask, bias=bias, causal=causal, window=self.window, **terms)
         if self.bias_k is None and not self.add_zero_attn:
-            result = self._attend(q, k, v, return_weights=weights_kind, **options)
+            result = self._attend(placed_q, placed_k, v, return_weights=weights_kind, **options)
             out, weights = result if need_weights else (result, None)
         else:
-            out, weights = self._attend_with_extra_keys(q, k, v, weights_kind, **options)
+            main = functools.partial(self._attend, placed_q, placed_k, v, **options)
+            out, weights = self._attend_with_extra_keys(main, q, k, v, weights_kind)
 
         # (N, H, L, D) -> the caller's layout with heads concatenated
         out = out.permute(2, 0, 1, 3) if batched and not self.batch_first else out.transpose(1, 2)
@@ -323,11 +340,11 @@ class MultiHeadAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         return attention(q, k, v, softcap=self.softcap, dropout_p=dropout_p, **options)
 
-    def _attend_with_extra_keys(self, q: Tensor, k: Tensor, v: Tensor, weights_kind: str | None, **options):
-        """Attention over k and, unmasked, over the extra keys, joined exactly by their LSEs.
+    def _attend_with_extra_keys(self, attend_main, q: Tensor, k: Tensor, v: Tensor, weights_kind: str | None):
+        """`attend_main`, over the S keys, and q over the extra keys, unmasked, joined exactly by their LSEs.
 
-        Two calls rather than k and v lengthened by concatenation: neither keys nor masks are copied, and no
-        mask, window or diagonal has to make room for the extra columns.
+        Two calls rather than k and v lengthened by concatenation: neither keys nor masks are copied, no mask,
+        window or diagonal has to make room for the extra columns, and q meets them without its position.
         """
         extra_k, extra_v = [], []
         if self.bias_k is not None:
@@ -342,7 +359,7 @@ class MultiHeadAttention(nn.Module):
             extra_v.append(v.new_zeros(1, self.num_kv_heads, 1, self.head_dim))
         extra_k, extra_v = (torch.cat(x, 2).expand(q.shape[0], -1, -1, -1) for x in (extra_k, extra_v))
         per_head = {"return_lse": True, "return_weights": None if weights_kind is None else "full"}
-        main = self._attend(q, k, v, **per_head, **options)
+        main = attend_main(**per_head)
         extra = self._attend(q, extra_k, extra_v, **per_head)
         out, lse = merge_attention(*main[:2], *extra[:2])
         if weights_kind is None:
@@ -377,16 +394,8 @@ class MultiHeadAttention(nn.Module):
 
     def to_torch(self) -> nn.MultiheadAttention:
         """A torch.nn.MultiheadAttention with copies of these parameters; ValueError if an extra is in use."""
-        extras = {
-            "num_kv_heads": self.num_kv_heads != self.num_heads,
-            "head_dim": self.head_dim * self.num_heads != self.embed_dim,
-            "window": self.window is not None,
-            "softcap": self.softcap is not None,
-            "qk_norm": self.qk_norm is not None,
-        }
-        if any(extras.values()):
-            used = ", ".join(name for name, on in extras.items() if on)
-            raise ArgumentValueError(f"torch.nn.MultiheadAttention has no {used}")
+        if used := used_extras(self):
+            raise ArgumentValueError(f"torch.nn.MultiheadAttention has no {', '.join(used)}")
         return copy_parameters(self, nn.MultiheadAttention(**torch_arguments(self)))
 
     def extra_repr(self) -> str:
@@ -397,3 +406,14 @@ class MultiHeadAttention(nn.Module):
 def _normalised(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x), computed in the dtype of its parameters, which under autocast is wider than that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
+@functools.cache
+def _warn_of_small_heads(head_dim: int) -> None:
+    """Once in a process for each size."""
+    warnings.warn(
+        f"heads of {head_dim} features: a head's logits are products of so few features that it can tell few "
+        "patterns apart (https://arxiv.org/abs/2002.07028), and CUDA kernels take as long as for 32: "
+        "prefer fewer heads of at least 32 features.",
+        stacklevel=3,
+    )

@@ -1,8 +1,9 @@
 """The masks of MultiHeadAttention as the `mask` and `bias` arguments of `attention`.
 
-A module call can carry three terms (key_padding_mask, attn_mask, attn_bias), `attention` takes two and reads
-each through its own strides. So every term keeps its own size, as a 4-D view that broadcasts to (N, H, L, S):
-a padding mask stays (N, 1, 1, S) beside an (L, S) mask, and no (N, H, L, S) tensor is built from them.
+A module call can carry four terms (key_padding_mask, attn_mask, attn_bias and the bias of its position
+module), `attention` takes two and reads each through its own strides. So every term keeps its own size, as a
+4-D view that broadcasts to (N, H, L, S): a padding mask stays (N, 1, 1, S) beside an (L, S) mask, and no
+(N, H, L, S) tensor is built from them.
 """
 
 import math
@@ -16,18 +17,18 @@ from ..arguments import ArgumentTypeError, ArgumentValueError
 def score_terms(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
-    attn_bias: Tensor | None,
+    biases: dict[str, Tensor | None],
     sizes: tuple[int, int, int, int],
     batched: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Check the three terms and merge them into `(mask, bias)` for `attention`.
+    """Check the terms and merge them into `(mask, bias)` for `attention`.
 
     key_padding_mask (N, S) or unbatched (S,), attn_mask (L, S) or (N*H, L, S): bool with True = masked out,
-    or floating and added to the logits. attn_bias: floating, broadcastable to (N, H, L, S). `sizes` is
+    or floating and added to the logits. biases, by name: floating, broadcastable to (N, H, L, S). `sizes` is
     (N, H, L, S), `dtype` that of the projected query. In the result a bool mask has True = may attend.
 
-    Only when all three are given are two of them merged: the pair whose merged size is smallest.
+    Only when more than two are given are some merged: of three, the pair whose merged size is smallest.
     """
     batch, heads, queries, keys = sizes
     terms = []
@@ -41,9 +42,10 @@ def score_terms(
         term = _as_term("attn_mask", attn_mask, dtype)
         # the leading dimension of a 3-D mask is ordered b * num_heads + h
         terms.append(term[None, None] if term.dim() == 2 else term.unflatten(0, (batch, heads)))
-    if attn_bias is not None:
-        terms.append(_as_bias_term(attn_bias, sizes, dtype))
-
+    added = [_as_bias_term(name, bias, sizes, dtype) for name, bias in biases.items() if bias is not None]
+    if len(terms) == len(added) == 2:
+        added = [_merge(*added)]
+    terms += added
     if len(terms) == 3:
         terms = _merge_smallest_pair(*terms)
     if len(terms) == 2:
@@ -81,18 +83,18 @@ def _as_term(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask if mask.dtype == dtype else mask.to(wide)
 
 
-def _as_bias_term(attn_bias: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
-    if not isinstance(attn_bias, Tensor) or not attn_bias.is_floating_point():
-        kind = attn_bias.dtype if isinstance(attn_bias, Tensor) else type(attn_bias).__name__
+def _as_bias_term(name: str, bias: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise ArgumentTypeError(
-            f"attn_bias must be a floating-point tensor, got {kind}; a bool mask goes to attn_mask"
+            f"{name} must be a floating-point tensor, got {kind}; a bool mask goes to attn_mask"
         )
-    shape = tuple(attn_bias.shape)
+    shape = tuple(bias.shape)
     if len(shape) > 4 or any(b not in (1, f) for b, f in zip(reversed(shape), reversed(sizes), strict=False)):
         raise ArgumentValueError(
-            f"attn_bias must broadcast to (N, num_heads, L, S) = {tuple(sizes)}, got {shape}"
+            f"{name} must broadcast to (N, num_heads, L, S) = {tuple(sizes)}, got {shape}"
         )
-    term = _as_term("attn_bias", attn_bias, dtype)
+    term = _as_term(name, bias, dtype)
     return term.reshape((1,) * (4 - term.dim()) + shape)
 
 

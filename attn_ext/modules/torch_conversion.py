@@ -25,3 +25,13 @@ def copy_parameters(source: nn.Module, target: nn.Module) -> nn.Module:
     for name, parameter in source.named_parameters():
         target.get_parameter(name).requires_grad_(parameter.requires_grad)
     return target.train(source.training)
+
+
+def used_extras(module: nn.Module) -> list[str]:
+    """Names of the arguments in use that torch.nn.MultiheadAttention does not have."""
+    extras = {
+        "num_kv_heads": module.num_kv_heads != module.num_heads,
+        "head_dim": module.head_dim * module.num_heads != module.embed_dim,
+        **{name: getattr(module, name) is not None for name in ("window", "softcap", "qk_norm", "position")},
+    }
+    return [name for name, used in extras.items() if used]
