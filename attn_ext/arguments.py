@@ -32,9 +32,20 @@ def check_tensor(name, t):
     """A dense strided tensor: nested and sparse ones have no strides that a kernel could follow."""
     if not isinstance(t, torch.Tensor):
         raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if is_dtensor(t):
+        raise ArgumentTypeError(
+            f"{name} must be a plain tensor, got a DTensor, for which attn_ext has no sharding rules: pass "
+            f"this rank's samples or heads, {name}.to_local(), or wrap the call in "
+            "torch.distributed.tensor.experimental.local_map"
+        )
     if t.layout is not torch.strided or t.is_nested:
         kind = "a nested tensor" if t.is_nested else f"one of layout {t.layout}"
         raise ArgumentTypeError(f"{name} must be a dense strided tensor, got {kind}")
+
+
+def is_dtensor(t):
+    """Told by its method: torch.distributed.tensor takes a second to import."""
+    return type(t) is not torch.Tensor and hasattr(t, "to_local")
 
 
 def is_plain(q, k, v):

@@ -3,6 +3,7 @@
 References are issues of other projects in which users met the fault.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -13,7 +14,8 @@ import torch
 from oracle import DTYPES, HALF, assert_close, check, oracle, qkv, randn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attn_ext import attention, scaled_dot_product_attention
 
@@ -129,7 +131,7 @@ def test_second_derivative_is_there_and_not_zero(call):
     torch.testing.assert_close(hvp, exact)
 
 
-@pytest.mark.parametrize("wanted", itertools.product((False, True), repeat=3))
+@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3)))
 def test_only_the_wanted_gradients(wanted):
     # pytorch#148476: others get a gradient too, or an undefined one crashes
     for len_q, len_k, dtype in ((5, 7, torch.float64), (130, 140, torch.float32)):
@@ -220,15 +222,28 @@ def test_backward_gives_the_same_bits_each_time_and_for_any_number_of_threads(dt
         torch.set_num_threads(before)
 
 
-def test_gradients_are_written_and_not_left_as_memory_was():
+@pytest.fixture
+def deterministic_algorithms():
+    """torch's switch, under which torch.empty is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("len_q", [3, 130])
+@pytest.mark.usefixtures("deterministic_algorithms")
+def test_results_are_written_and_not_left_as_memory_was(dtype, len_q):
     # flash-attention#1228, #2324: rows that no query or key reaches keep what the allocator left there
-    for _ in range(3):
-        junk = [torch.full((2, 2, n, 8), math.nan, dtype=torch.float64) for n in (130, 140, 140)]
-        del junk
-        got = check(*qkv(2, 2, 130, 140), key_lengths=[0, 60], query_lengths=[50, 70], causal="upper_left")
-        assert not got["dk"][0].any()
-        assert not got["dv"][1, :, 60:].any()
-        assert not got["dq"][1, :, 70:].any()
+    assert torch.empty(1).isnan()
+    got = check(
+        *qkv(2, 2, len_q, 140, dtype=dtype), key_lengths=[0, 60], query_lengths=[len_q, 2],
+        causal="upper_left", bias=randn(2, len_q, 140, dtype=dtype, seed=5),
+        sinks=randn(2, dtype=dtype, seed=6), alibi_slopes=randn(2, dtype=dtype, seed=7),
+    )  # fmt: skip
+    assert not got["dk"][0].any()
+    assert not got["dv"][1, :, 60:].any()
+    assert not got["dq"][1, :, 2:].any()
 
 
 def test_forward_mode():
@@ -273,6 +288,31 @@ def test_saved_tensors_do_not_hold_the_scores():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         attention(q, k, v, causal=True)
     assert sum(saved.values()) <= 4 * (300 * 16 * 2 + 400 * 16 * 2) + 8 * 300
+
+
+@pytest.mark.parametrize("call", [attention, scaled_dot_product_attention])
+def test_selective_checkpointing_can_name_the_op(call):
+    # OLMo-core#828 family: a policy that is to save attention's result and recompute the rest
+    op = torch.ops.attn_ext.attention_forward.default
+    inputs = leaves(dtype=torch.float32)
+    run = lambda *x: call(*(t.sin() for t in x), dropout_p=0.3).square()  # noqa: E731
+
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function is op
+            return function(*args, **(kwargs or {}))
+
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(run(*inputs).sum(), inputs)
+    for saved, times in (([op], 1), ([], 2)):
+        torch.manual_seed(1)
+        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+        with Calls() as calls:
+            loss = checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts).sum()
+            assert all(map(torch.equal, torch.autograd.grad(loss, inputs), expected))
+        assert calls.count == times
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -239,7 +239,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(OPTIONS, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(OPTIONS, 2)))
 def test_every_pair_of_options(first, second):
     # own reasoning: options are tested alone and fail together
     for number, (sizes, dtype) in enumerate(
@@ -281,12 +281,15 @@ def test_all_options_at_once(dtype):
         check(q, k, v, keep=keep, generator=torch.Generator().manual_seed(1), **options)
 
 
-def test_a_small_mask_is_not_blown_up():
-    # DA3#268, mlx#1753: a padding mask is copied to the size of all scores
-    count, bytes_of_scores = 4096, 4096 * 4096
-    q, k, v = (randn(1, 1, count, 8, dtype=torch.float32, seed=n) for n in range(3))
-    mask = (torch.arange(count) < 4000).view(1, 1, 1, count)
+@pytest.mark.parametrize("call", [attention, scaled_dot_product_attention])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4096), (4096, 4096)])
+def test_a_mask_is_not_blown_up(shape, call):
+    # DA3#268, mlx#1753: a bool mask is copied as floats, a padding mask to the size of all scores
+    count = 4096
+    q, k, v = (randn(1, 1, count, 8, dtype=torch.float32, seed=n).requires_grad_() for n in range(3))
+    mask = (torch.arange(count) < 4000).expand(shape).contiguous()
+    name = "mask" if call is attention else "attn_mask"
     with torch.profiler.profile(profile_memory=True) as profile:
-        attention(q, k, v, mask=mask)
+        call(q, k, v, **{name: mask}).sum().backward()
     used = sum(e.self_cpu_memory_usage for e in profile.key_averages() if e.self_cpu_memory_usage > 0)
-    assert used < bytes_of_scores / 8, f"{used} bytes"
+    assert used < count * count / 8, f"{used} bytes"

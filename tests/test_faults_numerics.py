@@ -98,6 +98,27 @@ def test_what_stands_in_a_hidden_key_does_not_matter(rule, value, dtype):
         assert all(g.isfinite().all() for g in grads)
 
 
+@pytest.mark.parametrize("rule", ["bool", "float", "causal"])
+def test_what_stands_in_a_hidden_value_gives_nan_or_nothing(rule):
+    # pytorch#101967: 0 * NaN as by the formula, or a tile that was skipped; never another number
+    q, k, v = qkv(len_q=200, len_k=200)
+    hidden = torch.arange(200) >= 130
+    options = {
+        "bool": {"mask": ~hidden},
+        "float": {"mask": torch.zeros(200).double().masked_fill(hidden, -INF)},
+        "causal": {"causal": True},
+    }[rule]
+    bad = v.clone()
+    bad[1, 0, hidden, 3] = NAN
+    clean, out = (attention(q, k, x, **options) for x in (v, bad))
+    same = out == clean
+    assert (same | out.isnan()).all()
+    same[1, 0, :, 3] = True  # the only column that may be NaN
+    assert same.all()
+    if rule != "causal":
+        assert out[1, 0, :, 3].isnan().all() or torch.equal(out, clean)
+
+
 def test_values_beyond_key_lengths_are_never_read():
     # flash-attention#1745: unused slots of a cache hold NaN
     for len_q in (1, 6, 300):

@@ -114,8 +114,14 @@ def test_no_query_launches_nothing():
 
 
 def test_more_heads_than_a_grid_axis_holds():
-    q = torch.zeros(1, 70_000, 17, 8, dtype=torch.float16)
-    assert attn_ext.launch_plan(q, q, q).launches[0].grid == (70_000, 1, 1)
+    # Faults: a grid's second and third axis end at 65535, in the backward or when decoding as well
+    for dtype, len_q in ((torch.float16, 17), (torch.float16, 1), (torch.float32, 1)):
+        q = torch.zeros(1, 70_000, len_q, 8, dtype=dtype)
+        forward = attn_ext.launch_plan(q, q, q)
+        given = {"out": forward.results["out"], "lse": forward.results["lse_parts"], "grad_out": q}
+        backward = attn_ext.launch_plan(q, q, q, direction="backward", **given)
+        assert forward.launches[0].grid[0] >= 70_000
+        assert all(launch.grid[1:] == (1, 1) for launch in (*forward.launches, *backward.launches))
 
 
 def test_bad_arguments_name_what_is_allowed():

@@ -307,3 +307,23 @@ def test_default_jobs_are_bounded_by_memory_and_cores(monkeypatch):
     for gib, expected in [(0.5, 1), (1.5, 1), (1000, cores)]:
         monkeypatch.setattr(jobs, "available_memory", lambda gib=gib: int(gib * jobs.GIB))
         assert jobs.default_jobs() == expected
+
+
+@pytest.mark.parametrize("asked", [None, "3"])
+def test_jobs_that_are_asked_for_are_taken_and_a_missing_ninja_is_told(tree, tmp_path, asked):
+    # Faults: MAX_JOBS overwritten; without ninja the build fails, or takes an hour and does not say why.
+    code = """
+import os, runpy, sys
+sys.modules["ninja"] = None
+sys.argv = ["setup.py", "build_ext", "--help"]
+try:
+    runpy.run_path("setup.py", run_name="__main__")
+except SystemExit:
+    pass
+print("jobs:", os.environ["MAX_JOBS"])
+"""
+    done = run_python(code, tree, PATH=str(tmp_path), ATTN_EXT_CUDA="0", MAX_JOBS=asked or "")
+    assert done.returncode == 0, done.stderr
+    taken = int(re.search(r"jobs: (\d+)", done.stdout).group(1))
+    assert taken == int(asked) if asked else 1 <= taken <= len(os.sched_getaffinity(0))
+    assert "ninja is not installed: compiling one file at a time" in done.stdout + done.stderr

@@ -49,8 +49,8 @@ def patch_sdpa():
     - programs that were scripted or exported earlier.
 
     Calls that attn_ext's kernels have no form for go on to torch's function, with a warning (compiled code
-    does not warn): nested tensors, devices other than CPU and CUDA, and arguments whose class has its own
-    ``__torch_function__`` (torch.fx's proxies among them). All else behaves as
+    does not warn): nested tensors, DTensors, devices other than CPU and CUDA, and arguments whose class has
+    its own ``__torch_function__`` (torch.fx's proxies among them). All else behaves as
     :func:`attn_ext.scaled_dot_product_attention`, and what that refuses is an error; only that the result of
     a contiguous query is contiguous, as torch's is. `torch.jit.script` cannot take a model while the patch
     holds.
@@ -159,7 +159,7 @@ def _scaled_dot_product_attention(
 def _not_ours(*tensors):
     """Why torch's function must have the call, or None. tensors: query, key, value, attn_mask."""
     for t in tensors:
-        if type(t) not in _PLAIN and _has_own_torch_function(type(t)):
+        if type(t) not in _PLAIN and (_has_own_torch_function(type(t)) or arguments.is_dtensor(t)):
             return f"an argument of {type(t)}"
     query = tensors[0]  # the others must be like it
     if isinstance(query, torch.Tensor):
