@@ -323,3 +323,57 @@ def test_in_torchs_decoder_layer(mode):
         out = layer(x, memory, **options)
     assert layer.self_attn.calls == layer.multihead_attn.calls == 1
     torch.testing.assert_close(out, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_input_bias_of_a_narrower_dtype(dtype, cross):
+    """torch promotes it; F.linear by itself refuses some layouts of the input."""
+    ours, theirs = make_pair(batch_first=True)
+    bias = torch.randn(3 * E).to(dtype)
+    for module in (ours, theirs):
+        module.in_proj_bias = nn.Parameter(bias.clone())
+    inputs = make_inputs(ours, self_attention=not cross)
+    results = []
+    for module in (ours, theirs):
+        out, weights = module(*inputs)
+        results.append(
+            (out, weights, *torch.autograd.grad(out.sin().sum(), (module.in_proj_bias, inputs[0])))
+        )
+    assert results[0][2].dtype == dtype
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3 if got.dtype == torch.float16 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_samples_without_rows_or_of_other_shapes():
+    ours, theirs = make_pair(batch_first=True)
+    rows = torch.randn(3, E, dtype=torch.float64)
+    for samples in ([rows, rows[:0]], [rows[:0]], [rows[:0], rows[:0]]):
+        nested = torch.nested.nested_tensor(samples)
+        out, weights = ours(nested, nested, nested)
+        longest = max(map(len, samples))
+        assert weights.shape == (len(samples), longest, longest)
+        for got, sample in zip(out.unbind(), samples, strict=True):
+            torch.testing.assert_close(got, theirs(sample, sample, sample)[0] if len(sample) else sample)
+    for samples in ([], [rows[0]], [rows[None]]):
+        nested = torch.nested.nested_tensor(samples)
+        with pytest.raises(
+            ValueError, match=r"nested query must hold samples of shape \(length, embed_dim\)"
+        ):
+            ours(nested, nested, nested)
+
+
+@pytest.mark.compile
+def test_compiled_encoder_with_padding_in_eval_mode():
+    """One graph: torch's encoder looks at the values of the padding only where it may take its own path."""
+    torch._dynamo.reset()
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, dtype=torch.float64)
+    layer.self_attn = MultiHeadAttention.from_torch(layer.self_attn)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 7, E, dtype=torch.float64)
+    padding = torch.tensor([[False] * 7, [True, False, True, False, True, True, False]])
+    compiled = torch.compile(encoder, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(x, src_key_padding_mask=padding), encoder(x, src_key_padding_mask=padding), **TOLERANCE
+    )

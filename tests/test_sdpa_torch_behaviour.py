@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attn_ext
 from attn_ext import scaled_dot_product_attention
@@ -156,6 +157,26 @@ def test_no_alias_and_no_change_of_the_inputs():
     out = scaled_dot_product_attention(*tensors)
     out.zero_()
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_equal_weights_of_many_keys_in_bfloat16():
+    """All logits 0: each of n keys weighs 1/n. Summed in bfloat16 the parts would stop adding up at 256."""
+    n = 4099
+    q, k = torch.zeros(2, 1, 2, n, 16, dtype=torch.bfloat16).unbind(0)
+    v = torch.ones(1, 2, n, 16, dtype=torch.bfloat16)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, torch.ones(1, n, dtype=torch.bool))
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    torch.testing.assert_close(out, torch.ones_like(out))
+    torch.testing.assert_close(dv, torch.ones_like(v))
+    assert not dq.any()
+    assert not dk.any()
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left(5, 5), causal_lower_right(5, 5)], ids=["upper", "lower"])
+def test_causal_bias_together_with_is_causal_is_refused(bias):
+    with pytest.raises(ValueError, match="attn_mask must be None when is_causal=True"):
+        scaled_dot_product_attention(*qkv(1, 2, keys=5), attn_mask=bias, is_causal=True)
 
 
 # ---- torch's encoder and decoder, whose internals call it, with our attention ----

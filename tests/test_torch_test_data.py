@@ -5,12 +5,14 @@ the reference, in float64 unless a dtype is under test.
 """
 
 import copy
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_ext
@@ -108,15 +110,40 @@ def test_precision(dtype):
 
 @pytest.mark.parametrize("number", SAMPLES)
 def test_gradcheck_and_gradgradcheck(number):
-    """In float64; with dropout the mask is held by the seed."""
+    """In float64: backward, forward mode, forward over reverse. With dropout the seed holds the mask."""
     tensors, options = samples()[number]
+    batched = options.get("dropout_p", 0.0) == 0.0  # vmap draws another mask for each of its slices
 
     def f(*tensors):
         torch.manual_seed(0)
         return scaled_dot_product_attention(*tensors, **options)
 
-    assert torch.autograd.gradcheck(f, tensors, fast_mode=True)
-    assert torch.autograd.gradgradcheck(f, tensors, fast_mode=True)
+    checks = {"fast_mode": True, "check_batched_grad": batched}
+    forward = {"check_forward_ad": True, "check_batched_forward_grad": batched}
+    assert torch.autograd.gradcheck(f, tensors, **checks, **forward)
+    assert torch.autograd.gradgradcheck(f, tensors, **checks, check_fwd_over_rev=True)
+
+
+def test_forward_mode_agrees_with_torchs_math_kernel():
+    """For each choice of inputs that carry a tangent. OpInfo leaves forward mode out: torch's fused kernels
+    have none."""
+    assert not SDPA.supports_forward_ad
+    torch.manual_seed(0)
+    for tensors, options in samples(requires_grad=False):
+        options["dropout_p"] = 0.0
+        tangents = [torch.randn_like(t) for t in tensors]
+        for moving in itertools.product([True, False], repeat=len(tensors)):
+            if not any(moving):
+                continue
+            results = []
+            for f in (scaled_dot_product_attention, F.scaled_dot_product_attention):
+                with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+                    duals = [
+                        forward_ad.make_dual(x, t) if moves else x
+                        for x, t, moves in zip(tensors, tangents, moving, strict=True)
+                    ]
+                    results.append(tuple(forward_ad.unpack_dual(f(*duals, **options))))
+            torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
 def test_dropout_has_the_mean_of_torchs_formula():
@@ -137,15 +164,19 @@ def test_dropout_has_the_mean_of_torchs_formula():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("number", [0, 13, 20, 24])  # each shape; causal, gqa, mask
+@pytest.mark.parametrize("number", SAMPLES)
 def test_compiled(number):
+    """Values and gradients as in eager code, with dropout the same mask for the same seed."""
     torch._dynamo.reset()
     tensors, options = samples()[number]
-    options["dropout_p"] = 0.0
-    f = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(
-        gradients(f, tensors, options), gradients(scaled_dot_product_attention, tensors, options)
-    )
+    results = []
+    for f in (
+        torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True),
+        scaled_dot_product_attention,
+    ):
+        torch.manual_seed(0)
+        results.append(gradients(f, tensors, options))
+    torch.testing.assert_close(*results)
 
 
 def test_samples_of_multi_head_attention_forward_under_the_patch():

@@ -305,6 +305,8 @@ class MultiHeadAttention(nn.Module):
         packed, bias = self.in_proj_weight, self.in_proj_bias
         separate = () if packed is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         parameters = packed if packed is not None else separate[0]
+        if bias is not None:
+            bias = bias.to(parameters.dtype)  # torch's module promotes a bias of a narrower dtype
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dtype != parameters.dtype and not torch.is_autocast_enabled(x.device.type):
                 raise ArgumentTypeError(
@@ -376,8 +378,15 @@ class MultiHeadAttention(nn.Module):
                 "a nested query must have the strided layout, with key and value the same tensor and "
                 "batch_first=True; otherwise pad it and give key_padding_mask"
             )
-        lengths = [sample.shape[0] for sample in query.unbind()]
-        x = query.to_padded_tensor(0.0)  # (N, longest, E)
+        samples = query.unbind()
+        if query.dim() != 3:
+            raise ArgumentValueError(
+                "a nested query must hold samples of shape (length, embed_dim), at least one, got "
+                f"{[tuple(sample.shape) for sample in samples]}"
+            )
+        lengths = [len(sample) for sample in samples]
+        # (N, longest, E); query.to_padded_tensor refuses samples that are all of length 0
+        x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
         positions = torch.arange(x.shape[1], device=x.device)
         padding = positions >= torch.tensor(lengths, device=x.device)[:, None]
         # not self(...): hooks and subclasses see one call
