@@ -70,8 +70,9 @@ def attention(
         deterministic: whether the backward must give the same bits each time. On the CPU it always does.
 
     Returns:
-        out (B, Hq, Nq, Dv) in q's dtype (autocast's, under autocast); a tuple (out, lse), (out, weights) or
-        (out, lse, weights) with return_lse and return_weights. All are differentiable.
+        out (B, Hq, Nq, Dv) in q's dtype (autocast's, under autocast), its axes in memory in the order of q's;
+        a tuple (out, lse), (out, weights) or (out, lse, weights) with return_lse and return_weights. All are
+        differentiable.
 
     A query that sees no key gets out 0, LSE -inf (with sinks: its sink), weights 0 and gradients 0. What
     stands in a masked key does not matter. A masked value v counts with weight 0, so NaN there may give NaN
@@ -140,7 +141,7 @@ def scaled_dot_product_attention(
         enable_gqa: Hq may be a multiple of the heads of key and of value.
 
     Returns:
-        (..., Hq, L, Ev) in query's dtype.
+        (..., Hq, L, Ev) in query's dtype, its axes in memory in the order of query's.
 
     Unlike torch, a key and a value of different length are refused, and so is a scale that is not finite.
 

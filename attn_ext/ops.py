@@ -10,13 +10,15 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
 * ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, <options>)`` -> gradients of
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
   back with 0 elements.
-
 * ``attention_jvp(q, k, v, out, lse_parts, <tangents>, <options>) -> (tangent_out, tangent_lse)``: forward
   mode, on the CPU only. The tangents are those of q, k, v, bias, float_mask, alibi_slopes, sinks; None: zero.
 
 <options> are the numbers of :class:`attn_ext.autograd.Options`, then bias, float_mask, bool_mask,
 alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32 (only float32 on CUDA looks at it).
+out and its tangent have their axes in memory in the order of q's, gradients in that of their tensor.
 """
+
+import sys
 
 import torch
 
@@ -34,9 +36,27 @@ def _load_cuda():
 CUDA_PROBLEM = _load_cuda()
 
 
-def _empty_heads(like, b, h, n, d):
-    """(B, H, N, D) laid out as (B, N, H, D), as the kernels return it."""
-    return like.new_empty((b, n, h, d)).transpose(1, 2)
+def _empty_rows(like, width):
+    """(B, H, N, width) in the memory order of like: Memory::empty_rows (csrc/torch_problem.cpp) in Python."""
+    keys, outside = [], sys.maxsize
+    for size, stride in zip(like.shape[:3], like.stride()[:3], strict=True):
+        outside = outside if _known(size <= 1) or _known(stride == 0) else stride
+        keys.append(outside)
+    order = [0, 1, 2, 3]
+    for i in (0, 1, 0):
+        if _known(keys[order[i]] < keys[order[i + 1]]):
+            order[i : i + 2] = order[i + 1], order[i]
+    shape = (*like.shape[:3], width)
+    return like.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(4)])
+
+
+def _known(condition):
+    """Whether it holds; of sizes that depend on data, whether it holds for all of them."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # there already, where sizes are symbols
+
+    return guard_or_false(condition)
 
 
 def _lse_dtype(q):
@@ -47,7 +67,7 @@ def _lse_dtype(q):
 def _(q, k, v, *options):
     b, hq, nq, _ = q.shape
     return (
-        _empty_heads(q, b, hq, nq, v.shape[-1]),
+        _empty_rows(q, v.shape[-1]),
         q.new_empty((b, hq, nq), dtype=_lse_dtype(q)),
         q.new_empty((b, hq, nq, 2), dtype=_lse_dtype(q)),
     )
@@ -64,7 +84,7 @@ def _(
         if not output_mask >> bit & 1:
             grads.append(q.new_empty(0))
         elif bit < 3:
-            grads.append(_empty_heads(t, *t.shape))
+            grads.append(_empty_rows(t, t.shape[-1]))
         else:
             grads.append(t.new_empty(t.shape))
     return tuple(grads)
@@ -73,4 +93,4 @@ def _(
 @torch.library.register_fake("attn_ext::attention_jvp")
 def _(q, k, v, out, lse_parts, *rest):
     b, hq, nq, dv = out.shape
-    return _empty_heads(q, b, hq, nq, dv), q.new_empty((b, hq, nq), dtype=_lse_dtype(q))
+    return _empty_rows(q, dv), q.new_empty((b, hq, nq), dtype=_lse_dtype(q))

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <utility>
 
 namespace attn_ext {
@@ -63,18 +64,17 @@ void Memory::check_device(const Tensor& t, const char* name) const {
 }
 
 StridedView Memory::rows(const Tensor& t, const char* name, bool aligned) {
-  const Extents size = t.sizes(), stride = t.strides();
+  const Extents size = t.sizes();
   STD_TORCH_CHECK(size.size() == 4, "attn_ext: ", name, " must be 4-D");
-  const bool copy = size[3] > 1 && stride[3] != 1;
-  StridedView view = strided(copy ? copies_.emplace_back(torch::stable::contiguous(t)) : t, name);
+  StridedView view = strided(t, name);
+  const bool packed = size[3] <= 1 || view.stride[3] == 1;
   view.stride[3] = 1;
-  if (aligned && !is_aligned(view)) {
-    const int64_t piece = kAlignment / size_of(view.dtype), pitch = (size[3] + piece - 1) / piece * piece;
-    Tensor padded = empty(size, {size[1] * size[2] * pitch, size[2] * pitch, pitch, 1}, t.scalar_type());
-    torch::stable::copy_(padded, t);
-    view = strided(copies_.emplace_back(std::move(padded)), name);
-    view.stride[3] = 1;
-  }
+  if (packed && !(aligned && !is_aligned(view))) return view;
+  const int64_t piece = aligned ? kAlignment / size_of(view.dtype) : 1;
+  Tensor copy = empty_rows(size, view, t.scalar_type(), (size[3] + piece - 1) / piece * piece);
+  torch::stable::copy_(copy, t);
+  view = strided(copies_.emplace_back(std::move(copy)), name);
+  view.stride[3] = 1;
   return view;
 }
 
@@ -124,7 +124,7 @@ StridedView Memory::strided(const Tensor& t, const char* name) {
   view.data = t.data_ptr();
   view.dtype = dtype_of(t, name);
   view.present = true;
-  for (size_t axis = 0; axis < size.size(); axis++) view.stride[axis] = size[axis] == 1 ? 0 : stride[axis];
+  for (size_t axis = 0; axis < size.size(); axis++) view.stride[axis] = size[axis] <= 1 ? 0 : stride[axis];
   return view;
 }
 
@@ -147,9 +147,20 @@ Tensor Memory::empty(Extents size, ScalarType dtype) const {
   return empty(size, Extents(stride, size.size()), dtype);
 }
 
-Tensor Memory::empty_heads(int64_t b, int64_t h, int64_t n, int64_t d, ScalarType dtype) const {
-  const int64_t row = std::max<int64_t>(d, 1), position = row * std::max<int64_t>(h, 1);
-  return empty({b, h, n, d}, {position * std::max<int64_t>(n, 1), row, position, 1}, dtype);
+Tensor Memory::empty_rows(Extents size, const StridedView& like, ScalarType dtype, int64_t pitch) const {
+  int64_t key[3], outside = std::numeric_limits<int64_t>::max();
+  for (int axis = 0; axis < 3; axis++)
+    key[axis] = outside = like.stride[axis] == 0 ? outside : like.stride[axis];
+  int order[3] = {0, 1, 2};  // outermost first
+  for (const int i : {0, 1, 0}) {
+    if (key[order[i]] < key[order[i + 1]]) std::swap(order[i], order[i + 1]);
+  }
+  int64_t stride[4] = {0, 0, 0, 1}, step = std::max<int64_t>(pitch, 1);
+  for (int i = 2; i >= 0; i--) {
+    stride[order[i]] = step;
+    step *= std::max<int64_t>(size[size_t(order[i])], 1);
+  }
+  return empty(size, Extents(stride, 4), dtype);
 }
 
 AttentionParams make_params(Memory& memory, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -202,7 +213,7 @@ AttentionParams make_params(Memory& memory, const Tensor& q, const Tensor& k, co
 }
 
 ForwardResult allocate_forward(Memory& memory, const AttentionParams& p, const Tensor& q) {
-  ForwardResult r{memory.empty_heads(p.batch, p.heads_q, p.len_q, p.dim_v, q.scalar_type()),
+  ForwardResult r{memory.empty_rows({p.batch, p.heads_q, p.len_q, p.dim_v}, p.q, q.scalar_type(), p.dim_v),
                   memory.empty({p.batch, p.heads_q, p.len_q}, sum_dtype(p)),
                   memory.empty({p.batch, p.heads_q, p.len_q, 2}, sum_dtype(p)),
                   {}};
@@ -242,9 +253,10 @@ BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const
 
   const ScalarType dtype = q.scalar_type();
   // A gradient that is not wanted has no elements, and is a tensor of its own: an op's results may not alias.
-  const auto of_heads = [&](Gradient bit, int64_t heads, int64_t length, int64_t dim, StridedView& view) {
+  const auto of_rows = [&](Gradient bit, const StridedView& like, int64_t heads, int64_t length, int64_t dim,
+                           StridedView& view) {
     if (!(output_mask & bit)) return memory.empty({0}, dtype);
-    Tensor grad = memory.empty_heads(p.batch, heads, length, dim, dtype);
+    Tensor grad = memory.empty_rows({p.batch, heads, length, dim}, like, dtype, dim);
     view = memory.rows(grad, "gradient");
     return grad;
   };
@@ -264,9 +276,9 @@ BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const
         t && is_shape(t->sizes(), {p.batch, p.heads_q, p.len_q, p.len_k}) && !needs.single_bias;
     return of_optional(bit, t, one_score ? t->scalar_type() : sum_dtype(p), view);
   };
-  BackwardResult r{of_heads(kQ, p.heads_q, p.len_q, p.dim_qk, io.grad_q),
-                   of_heads(kK, p.heads_kv, p.len_k, p.dim_qk, io.grad_k),
-                   of_heads(kV, p.heads_kv, p.len_k, p.dim_v, io.grad_v),
+  BackwardResult r{of_rows(kQ, p.q, p.heads_q, p.len_q, p.dim_qk, io.grad_q),
+                   of_rows(kK, p.k, p.heads_kv, p.len_k, p.dim_qk, io.grad_k),
+                   of_rows(kV, p.v, p.heads_kv, p.len_k, p.dim_v, io.grad_v),
                    of_term(kBias, bias, io.grad_bias),
                    of_term(kFloatMask, float_mask, io.grad_float_mask),
                    of_optional(kAlibiSlopes, alibi_slopes, alibi_slopes ? alibi_slopes->scalar_type() : dtype,
@@ -319,7 +331,7 @@ JvpResult allocate_jvp(Memory& memory, const AttentionParams& p, const Tensor& q
                       (!tangents.alibi_slopes || p.alibi_slopes.present) &&
                       (!tangents.sinks || p.sinks.present),
                   "attn_ext: a tangent belongs to a tensor that was not given");
-  JvpResult r{memory.empty_heads(p.batch, p.heads_q, p.len_q, p.dim_v, q.scalar_type()),
+  JvpResult r{memory.empty_rows({p.batch, p.heads_q, p.len_q, p.dim_v}, p.q, q.scalar_type(), p.dim_v),
               memory.empty({p.batch, p.heads_q, p.len_q}, sum_dtype(p)),
               {}};
   io.tangent_out = memory.rows(r.tangent_out, "tangent_out");

@@ -55,14 +55,16 @@ class Memory {
   // int64 of `count` elements, contiguous.
   const int64_t* integers(const OptionalTensor& t, int64_t count, const char* name);
 
-  // Any tensor of up to four axes, broadcast axes (size 1) with stride 0.
+  // Any tensor of up to four axes; those of one element, which broadcast, and those of none have stride 0.
   StridedView strided(const Tensor& t, const char* name);
 
   // Uninitialised; without strides contiguous, of at most four axes.
   Tensor empty(Extents size, Extents stride, ScalarType dtype) const;
   Tensor empty(Extents size, ScalarType dtype) const;
-  // (B, H, N, D) laid out as (B, N, H, D): what the projection before and after attention wants.
-  Tensor empty_heads(int64_t b, int64_t h, int64_t n, int64_t d, ScalarType dtype) const;
+  // (B, H, N, D) in the memory order of `like`, rows `pitch` elements apart: who gave heads inside positions wants them
+  // back so. An axis without a stride (repeated, or of at most one element) goes right inside the axis before it.
+  // attn_ext/ops.py has the same rule for tensors without data.
+  Tensor empty_rows(Extents size, const StridedView& like, ScalarType dtype, int64_t pitch) const;
 
   const std::vector<Tensor>& copies() const { return copies_; }
 

@@ -195,6 +195,25 @@ def test_without_weights_nothing_of_size_n_by_n_is_allocated(name):
     assert largest.numel < 512 * 512 / 4
 
 
+class Copies(TorchDispatchMode):
+    """How many operators ran that only copy."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("clone", "copy_", "_to_copy")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("batch_first", "qk_norm"), [(True, None), (True, "rms"), (False, None)])
+def test_nothing_is_copied_between_projections_and_attention(batch_first, qk_norm):
+    module = MultiHeadAttention(16, 4, batch_first=batch_first, qk_norm=qk_norm)
+    x = torch.randn(2, 5, 16)
+    with Copies() as copies:
+        module(x, x, x, need_weights=False)
+    assert copies.count == 0
+
+
 def test_masks_are_not_expanded():
     """A padding mask (N, S) beside an attention mask (L, S) makes no (N, L, S), the smallest merged size."""
     module = MultiHeadAttention(16, 4, batch_first=True)

@@ -1,7 +1,11 @@
 """The registered ops: opcheck, fake tensors, torch.compile; and what the raw ops refuse."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import attn_ext
 from attn_ext import autograd
@@ -58,6 +62,65 @@ def test_shapes_without_data(device):
             got = FORWARD(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
     for a, b in zip(got, real, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def in_memory(axes, sizes):
+    """A random tensor of these sizes whose axes lie in memory in the order given, outermost first."""
+    return torch.randn([sizes[a] for a in axes]).permute([axes.index(a) for a in range(4)])
+
+
+def assert_order(t, axes):
+    """t is dense, its axes in memory in the order given."""
+    assert t.permute(axes).is_contiguous()
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("last", ["inside", "outside", "repeated batch"])
+def test_results_lie_in_memory_as_their_inputs(axes, last, heads):
+    """Gradients and tangents too, on CUDA (in a plan) and for fake tensors as well.
+
+    Where they do not, a caller's view() fails, or a projection makes a copy.
+    """
+    torch.manual_seed(0)
+    places = (*axes, 3) if last == "inside" else (3, *axes)
+    q, k, v = (in_memory(places, (2, heads, n, d)) for n, d in ((5, 8), (7, 8), (7, 6)))
+    if last == "repeated batch":
+        q, k, v, axes = *(t[:1].expand(2, -1, -1, -1) for t in (q, k, v)), (0, *(a for a in axes if a != 0))
+    results = []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode as fake:
+            x = [fake.from_tensor(t) if fake else t for t in (q, k, v)]
+            out, _, lse_parts = FORWARD(*x)
+            tangents = torch.ops.attn_ext.attention_jvp(*x, out, lse_parts, x[0], *[None] * 6)
+            results.append((out, *BACKWARD(out, None, *x, out, lse_parts, 7)[:3], *tangents))
+    for real, promised in zip(*results, strict=True):
+        assert real.stride() == promised.stride()
+    out, *grads, tangent_out, _ = results[0]
+    planned = torch.ops.attn_ext.attention_forward_plan(q.half(), k.half(), v.half(), 80, 4)[1]
+    for t in (out, *grads, tangent_out, planned):
+        assert_order(t, (*axes, 3))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+def test_compiled_results_lie_in_memory_as_eager_ones(axes):
+    """Inductor lays out what it makes itself as it likes, but the op was traced with eager strides."""
+    torch._dynamo.reset()
+
+    def f(q, k, v):
+        q = torch.cat((q[..., 4:] * 2, q[..., :4]), 3)
+        out = attn_ext.attention(q * 0.5, k.sin(), v)
+        return out, attn_ext.attention(k, out, out)
+
+    inputs = [in_memory(axes, (2, 3, 5, 8)).requires_grad_() for _ in range(3)]
+    results = []
+    for function in (f, torch.compile(f, fullgraph=True)):
+        outs = function(*inputs)
+        results.append((*outs, *torch.autograd.grad([out.sin().sum() for out in outs], inputs)))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled)
+    assert [t.stride() for t in results[0][:2]] == [t.stride() for t in results[1][:2]]
 
 
 @pytest.mark.compile

@@ -189,7 +189,7 @@ def test_arguments_results_and_gradients():
 
 @pytest.mark.parametrize("shape", [(2, 4, 5, 8), (4, 5, 8)])
 def test_code_that_calls_view_on_the_result(shape):
-    """Torch's result is contiguous where query is; ours has the heads inside, and view() would raise."""
+    """The result lies in memory as query does, as torch's: where it did not, view() would raise."""
     q = torch.randn(shape)
     with attn_ext.patch_sdpa():
         out = F.scaled_dot_product_attention(q, q, q)

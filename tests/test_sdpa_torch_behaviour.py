@@ -111,6 +111,18 @@ def test_axes_of_size_one_with_odd_strides(axis):
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(*(t.contiguous() for t in tensors)))
 
 
+@pytest.mark.parametrize(("batch", "order"), [
+    ((), (0, 1)), ((4,), (0, 1, 2)), ((4,), (1, 0, 2)), ((2, 4), (0, 1, 2, 3)), ((2, 4), (0, 2, 1, 3)),
+    ((2, 4), (2, 0, 1, 3)), ((2, 4), (1, 0, 2, 3)), ((3, 2, 4), (0, 1, 2, 3, 4)),
+])  # fmt: skip
+def test_the_result_lies_in_memory_as_query(batch, order):
+    """Code that calls view() on it relies on that. order: of the axes in memory, outermost first."""
+    query, key, value = qkv(*batch)
+    query = query.permute(order).contiguous().permute([order.index(axis) for axis in range(len(order))])
+    out = scaled_dot_product_attention(query, key, value)
+    assert out.stride() == F.scaled_dot_product_attention(query, key, value).stride() == query.stride()
+
+
 @pytest.mark.parametrize("batch", [(0, 3), (2, 0), (0,), (0, 2, 3)])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.zeros(5, 7, **F64)}])
 def test_empty_batches(batch, options):

@@ -3,7 +3,7 @@
     from attn_ext.integrations.flash_attn import flash_attn_func  # was: from flash_attn import ...
 
 Tensors are (B, N, H, D) here, (total, H, D) in the varlen functions, where :mod:`attn_ext` has (B, H, N, D).
-The kernels read them through their strides, so nothing is copied, and ``out`` is stored as (B, N, H, D).
+The kernels read them through their strides, so nothing is copied, and ``out`` lies in memory as ``q`` does.
 
 More than theirs is allowed: float32 and float64, the CPU, any head_dim, values of another head_dim, softcap
 with dropout, gradients of alibi_slopes and through softmax_lse, second derivatives. Under autocast q, k and v

@@ -51,9 +51,8 @@ def patch_sdpa():
     Calls that attn_ext's kernels have no form for go on to torch's function, with a warning (compiled code
     does not warn): nested tensors, DTensors, devices other than CPU and CUDA, and arguments whose class has
     its own ``__torch_function__`` (torch.fx's proxies among them). All else behaves as
-    :func:`attn_ext.scaled_dot_product_attention`, and what that refuses is an error; only that the result of
-    a contiguous query is contiguous, as torch's is. `torch.jit.script` cannot take a model while the patch
-    holds.
+    :func:`attn_ext.scaled_dot_product_attention`, and what that refuses is an error. `torch.jit.script`
+    cannot take a model while the patch holds.
 
     The first call imports torch's compiler, which takes about as long as importing torch.
 
@@ -151,9 +150,7 @@ def _scaled_dot_product_attention(
         if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
             warnings.warn(f"attn_ext.patch_sdpa: left to torch, {reason}", stacklevel=2)
         return _original(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
-    out = scaled_dot_product_attention(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
-    # Torch's result is contiguous where query is, and there is code that calls view() on it.
-    return out.contiguous() if query.is_contiguous() else out
+    return scaled_dot_product_attention(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
 
 
 def _not_ours(*tensors):

@@ -413,8 +413,11 @@ class MultiHeadAttention(nn.Module):
 
 
 def _normalised(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x), computed in the dtype of its parameters, which under autocast is wider than that of x."""
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    """norm(x) of (N, H, L, D), computed in the dtype of its parameters: under autocast wider than that of x.
+
+    Norms return a contiguous tensor. Heads stay inside positions here, and so in what attention makes of it.
+    """
+    return norm(x.transpose(1, 2).to(norm.weight.dtype)).to(x.dtype).transpose(1, 2)
 
 
 @functools.cache
