@@ -4,6 +4,8 @@ They come from the reference formula, not from exp(s - LSE): a float32 LSE near 
 error of 3 % in the weights; a softmax that subtracts the row's maximum is right at any size of the logits.
 """
 
+import math
+
 import torch
 
 from . import arguments, autograd, reference, second_order
@@ -11,6 +13,9 @@ from . import arguments, autograd, reference, second_order
 # How many scores mean_heads holds at a time, if more than those of one head: 1 MiB in float32. It spares
 # small problems the loop over heads and adds nothing that matters to large ones.
 HEAD_CHUNK_SCORES = 1 << 18
+# In how many parts compiled code takes the heads, whatever the sizes: it must not be compiled anew for each,
+# and each part is traced, forward and backward.
+COMPILED_CHUNKS = 4
 
 
 def full(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
@@ -46,6 +51,7 @@ def column_sums(
 def mean_heads(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
     """Their mean over heads, (B, Nq, Nk) in q's dtype; a few heads at a time, in the backward too.
 
+    Compiled code takes a quarter of the heads at a time.
     With create_graph=True the backward's graph keeps the matrices of all heads.
     """
     mask = float_mask if bool_mask is None else bool_mask
@@ -221,7 +227,10 @@ _HEAD_AXES = (1, 1, 1, 1, -1, 0)
 def _chunks(q, k):
     """Slices of the heads, at least one; each as many heads as HEAD_CHUNK_SCORES allows, at least one."""
     batch, heads, len_q, _ = q.shape
-    step = max(1, HEAD_CHUNK_SCORES // max(1, batch * len_q * k.shape[2]))
+    if torch.compiler.is_compiling():
+        step = max(1, math.ceil(heads / COMPILED_CHUNKS))
+    else:
+        step = max(1, HEAD_CHUNK_SCORES // max(1, batch * len_q * k.shape[2]))
     return [slice(start, start + step) for start in range(0, max(1, heads), step)]
 
 

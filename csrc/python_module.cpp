@@ -1,7 +1,6 @@
 // attn_ext._C: what Python asks the build and the machine. The ops are registered by torch_ops.cpp, which is
 // linked into the same module; no torch type crosses this file.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "pybind.h"
 
 #include "cpu/kernels.h"
 #include "cuda/backend.h"

@@ -12,6 +12,7 @@ from attn_ext import autograd
 
 FORWARD = torch.ops.attn_ext.attention_forward
 BACKWARD = torch.ops.attn_ext.attention_backward
+JVP = torch.ops.attn_ext.attention_jvp
 
 
 def arguments(full):
@@ -48,6 +49,16 @@ def test_opcheck_backward(full, output_mask):
     grad_lse = torch.randn_like(lse) if full else None
     rest = (*args[:3], out, lse_parts, output_mask, *args[3:])
     torch.library.opcheck(BACKWARD, (torch.randn_like(out), grad_lse, *rest))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("full", [False, True])
+def test_opcheck_jvp(full):
+    args = arguments(full)
+    out, _, lse_parts = FORWARD(*args)
+    tangents = [torch.randn_like(args[n]) if full or n == 1 else None for n in (0, 1, 2)]
+    tangents += [torch.randn_like(args[n]) if full else None for n in (9, 10, 12, 13)]
+    torch.library.opcheck(JVP, (*args[:3], out, lse_parts, *tangents, *args[3:]))
 
 
 @pytest.mark.parametrize("device", ["meta", "fake"])

@@ -18,7 +18,7 @@ import operator
 
 import torch
 
-from .. import arguments, functional, reference, weights
+from .. import arguments, functional, packed, reference, weights
 from .. import autograd as _autograd
 
 
@@ -112,9 +112,11 @@ def flash_attn_varlen_func(
     **What it costs**: one call of the kernels a sequence, one after the other. Nothing is padded, and the
     work is that of the pairs within sequences; but each call costs some 0.1 ms of Python, which sequences of
     a few dozen tokens will notice, and one sequence may not fill a GPU. cu_seqlens on a GPU are read, which
-    waits for it: tensors on the CPU are taken too, and spare that. Since the lengths decide which calls there
-    are, torch.compile breaks its graph here (fullgraph=True refuses) and compiles anew for other lengths, a
-    few times: ``torch.compiler.disable(flash_attn_varlen_func)`` keeps it from that.
+    waits for it, so a CUDA graph cannot hold it: tensors on the CPU are taken too, and spare the wait.
+
+    torch.compile keeps one step of all sequences, whatever their lengths (torch.ops.attn_ext.packed_forward).
+    Its mistakes in cu_seqlens are found when it runs, it has no second derivatives, and it breaks the graph
+    where max_seqlen is a tensor, and for return_attn_probs with dropout.
 
     Raises:
         NotImplementedError: for a block_table.
@@ -125,22 +127,43 @@ def flash_attn_varlen_func(
             "each sequence's pages into k and v, and leave block_table out"
         )
     _check_tensors(q, k, v, 3)
-    options = _options(q, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
-    lengths_q, longest_q = _lengths("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
-    lengths_k, longest_k = _lengths("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
-    if len(lengths_q) != len(lengths_k):
+    options = _options(
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    longest_q = _longest("q", cu_seqlens_q, max_seqlen_q)
+    longest_k = _longest("k", cu_seqlens_k, max_seqlen_k)
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch != cu_seqlens_k.shape[0] - 1:
         raise arguments.ArgumentValueError(
             "cu_seqlens_q and cu_seqlens_k must be for the same number of sequences, "
-            f"got {len(lengths_q) - 1} and {len(lengths_k) - 1}"
+            f"got {batch} and {cu_seqlens_k.shape[0] - 1}"
         )
-    batch = len(lengths_q) - 1
-    slopes = _slopes_of_sequences(alibi_slopes, batch, q.shape[1])
+    q, k, v, _ = arguments.qkv(q, k, v)
+    # Checked as sequences that are as long as all of them.
+    *_, terms, rng_state, options = _resolve(
+        *(packed.heads(t).expand(batch, -1, -1, -1) for t in (q, k, v)), dropout_p, options
+    )
+    slopes = terms[3]
+    if slopes is not None:
+        slopes = slopes.expand(batch, -1)
+    if torch.compiler.is_compiling() and not (return_attn_probs and rng_state is not None):
+        torch._C._functorch.maybe_current_level()  # see autograd.attention: no graph under torch.func.grad
+        out, lse, _ = packed.packed_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, *options, slopes, rng_state
+        )
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+    ends_q = packed.ends("q", cu_seqlens_q, longest_q, q.shape[0])
+    ends_k = packed.ends("k", cu_seqlens_k, longest_k, k.shape[0])
     # The queries left over are a sequence without keys: out 0, gradients 0, LSE -inf.
-    keys, values = (t.split([*lengths_k[:-1], 0, lengths_k[-1]])[:-1] for t in (k, v))
+    lengths_q = [end - start for start, end in itertools.pairwise([*ends_q, q.shape[0]])]
+    lengths_k = [end - start for start, end in itertools.pairwise([*ends_k, ends_k[-1], k.shape[0]])]
+    parts = [q.split(lengths_q), *(t.split(lengths_k)[:-1] for t in (k, v))]
+    slopes = [None] * (batch + 1) if slopes is None else [*slopes.unbind(), None]
     results = [
-        _attention(*(t[None] for t in qkv), dropout_p, return_attn_probs, {**options, "alibi_slopes": slope})
-        for *qkv, slope in zip(q.split(lengths_q), keys, values, slopes, strict=True)
-    ]
+        _results(*(packed.heads(t) for t in qkv), (None, None, None, slope, None, None, None), state, options,
+                 return_attn_probs)
+        for *qkv, slope, state in zip(*parts, slopes, packed.rng_states(rng_state, batch + 1), strict=True)
+    ]  # fmt: skip
     if not return_attn_probs:
         return torch.cat([out[0] for out in results])
     out, lse, patterns = zip(*results, strict=True)
@@ -199,15 +222,27 @@ def _attention(q, k, v, dropout_p, return_attn_probs, options):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if not return_attn_probs:
         return functional.attention(q, k, v, dropout_p=dropout_p, **options).transpose(1, 2)
+    return _results(*_resolve(q, k, v, dropout_p, options), True)
+
+
+def _resolve(q, k, v, dropout_p, options):
+    """What :func:`functional.resolve` makes of (B, H, N, D) and of :func:`_options`."""
     options = {name: value for name, value in options.items() if name != "deterministic"}
-    q, k, v, terms, rng_state, options = functional.resolve(q, k, v, dropout_p=dropout_p, **options)
+    return functional.resolve(q, k, v, dropout_p=dropout_p, **options)
+
+
+def _results(q, k, v, terms, rng_state, options, return_attn_probs):
+    """out (B, N, H, D), or (out, lse, S_dmask), of canonical arguments (B, H, N, D)."""
     out, lse, _ = _autograd.attention(q, k, v, *terms, rng_state, options)
+    out = out.transpose(1, 2)
+    if not return_attn_probs:
+        return out
     if rng_state is None:
-        return out.transpose(1, 2), lse, q.new_empty(0)
+        return out, lse, q.new_empty(0)
     with torch.no_grad():
         p = weights.full(q, k, *terms, options)
         p = torch.where(reference.dropout_keep(rng_state, options.dropout_p, *p.shape), p, -p)
-    return out.transpose(1, 2), lse, p
+    return out, lse, p
 
 
 def _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
@@ -258,41 +293,19 @@ def _parts(name, packed, count, axes):
     return packed.unbind(-3)
 
 
-def _lengths(what, cu_seqlens, longest, total):
-    """The lengths of all sequences and of what is left over, and the longest there may be, as an int."""
+def _longest(what, cu_seqlens, longest):
+    """max_seqlen as an int; cu_seqlens is checked as far as that needs none of its values."""
     name = f"cu_seqlens_{what}"
     arguments.check_tensor(name, cu_seqlens)
     if cu_seqlens.dtype != torch.int32:
         raise arguments.ArgumentTypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise arguments.ArgumentValueError(
             f"{name} must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}"
         )
+    if isinstance(longest, int):  # operator.index would fix its value in compiled code
+        return longest
     try:
-        longest = operator.index(longest)
+        return operator.index(longest)
     except TypeError:
         raise arguments.ArgumentTypeError(f"max_seqlen_{what} must be an integer, got {longest!r}") from None
-    ends = cu_seqlens.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(ends)]
-    if ends[0] != 0 or min(lengths, default=0) < 0 or ends[-1] > total:
-        raise arguments.ArgumentValueError(
-            f"{name} must start with 0, never fall and end at most with the {total} rows of {what}, "
-            f"got {ends}"
-        )
-    if max(lengths, default=0) > longest:
-        raise arguments.ArgumentValueError(
-            f"max_seqlen_{what} must be at least the longest sequence of {name}, {max(lengths)}, "
-            f"got {longest}"
-        )
-    return [*lengths, total - ends[-1]], longest
-
-
-def _slopes_of_sequences(alibi_slopes, batch, heads):
-    """alibi_slopes (Hq,) or (B, Hq) as one (Hq,) for each sequence, and None for what is left over."""
-    if not isinstance(alibi_slopes, torch.Tensor) or alibi_slopes.dim() != 2:
-        return [alibi_slopes] * batch + [None]
-    if alibi_slopes.shape != (batch, heads):
-        raise arguments.ArgumentValueError(
-            f"alibi_slopes must be ({heads},) or ({batch}, {heads}), got {tuple(alibi_slopes.shape)}"
-        )
-    return [*alibi_slopes.unbind(), None]

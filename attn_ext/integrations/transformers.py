@@ -3,30 +3,29 @@
 transformers asks twice. For each forward pass a model has its masks made by the mask function that is
 registered for its implementation (:func:`make_mask`), and each layer hands that mask, with queries, keys and
 values, to the attention function (:func:`attention_forward`). What goes from one to the other may have any
-form: here it is an :class:`AttentionMask`, which holds rules and not N x N pairs.
+form: here it is an :class:`.attention_mask.AttentionMask`, which holds rules and not N x N pairs.
 
 transformers is imported when :func:`register` is called, not before.
 """
 
 import functools
 import inspect
+import sys
 
 import torch
 
 from ..functional import attention
+from .attention_mask import NAME, AttentionMask
 
-NAME = "attn_ext"
 OLDEST = "5.20.0"  # the oldest transformers that tests/test_transformers.py has passed with
 
 # Keywords that travel through a model to its attention and say nothing about the result. Masks hold what
-# position_ids say about packed sequences; cu_seq_lens_q is looked at in _check_packing.
-HARMLESS = frozenset(
-    (
-        *("cache_position", "position_ids", "use_cache", "num_items_in_batch", "seq_idx"),
-        *("output_hidden_states", "output_router_logits"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    )
-)
+# position_ids say about packed sequences; cu_seq_lens_q is looked at in _visibility.
+HARMLESS = {
+    *("cache_position", "position_ids", "use_cache", "num_items_in_batch", "seq_idx"),
+    *("output_hidden_states", "output_router_logits"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
 
 
 def register(*, ignore=()):
@@ -48,152 +47,20 @@ def register(*, ignore=()):
     """
     try:
         import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"attn_ext.integrations.transformers.register() needs transformers >= {OLDEST}: "
-            f"`pip install transformers` ({error})"
-        ) from error
-    try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
-    except ImportError:
-        sdpa_mask = None
-    if sdpa_mask is None or "q_offset" not in inspect.signature(sdpa_mask).parameters:
+
+        inspect.signature(sdpa_mask).parameters["q_offset"]
+    except (ImportError, KeyError) as error:
+        module = sys.modules.get("transformers")
+        found = "and there is none" if module is None else f"this is transformers {module.__version__}"
         raise ImportError(
-            f"attn_ext needs transformers >= {OLDEST} (the oldest tested), whose mask functions get q_length "
-            f"and q_offset; this is transformers {transformers.__version__}"
-        )
+            f"attn_ext.integrations.transformers.register() needs transformers >= {OLDEST} (the oldest "
+            f"tested), whose mask functions get q_length and q_offset: {found} ({error})"
+        ) from error
     _check_patterns(transformers.__version__)
     AttentionInterface.register(NAME, functools.partial(attention_forward, ignore=frozenset(ignore)))
     AttentionMaskInterface.register(NAME, make_mask)
-
-
-class AttentionMask:
-    """Which keys each query may see, by rules: query i sees key j if
-
-        i + offset - left <= j <= i + offset + right  and  j < key_lengths[b]  and  visible[b, h, i, j]
-
-    as far as each is given. A causal mask has right = 0 and left = None.
-
-    It goes through a model as the mask of one forward pass and stands for the boolean tensor (B, 1, Nq, Nk),
-    True = may attend. Models may cut and combine it; what they get is an AttentionMask again, of the tensor.
-    It refuses to become numbers: a model that does not call the registered attention function, but adds its
-    mask to logits of its own, would add 1 where a key is visible and go on with a wrong result.
-
-    Attributes:
-        size: (B, Nq, Nk).
-        device: of the tensor it stands for.
-        window: (left, right), each an integer or None (no limit).
-        offset: where the diagonal lies: query i is at the position of key i + offset.
-        visible: bool, broadcasts to (B, Hq, Nq, Nk), or None; for padding (B, 1, 1, Nk).
-        key_lengths: int64 (B,) or None: padding's form where all of it is at the right.
-    """
-
-    dtype = torch.bool
-    ndim = 4
-
-    def __init__(self, size, device, window=(None, None), offset=0, visible=None, key_lengths=None):
-        self.size = size
-        self.device = device
-        self.window = window
-        self.offset = offset
-        self.visible = visible
-        self.key_lengths = key_lengths
-
-    @classmethod
-    def of_tensor(cls, visible):
-        """The mask that a boolean tensor (B, 1 or Hq, Nq, Nk) is."""
-        return cls((visible.shape[0], *visible.shape[2:]), visible.device, visible=visible)
-
-    @property
-    def shape(self):
-        batch, len_q, len_k = self.size
-        return torch.Size((batch, 1, len_q, len_k))
-
-    def dim(self):
-        return 4
-
-    def contiguous(self):
-        return self
-
-    def dense(self):
-        """The boolean tensor (B, 1, Nq, Nk) that it stands for, with a head axis if ``visible`` has one."""
-        batch, len_q, len_k = self.size
-        j = torch.arange(len_k, device=self.device)
-        diagonal = torch.arange(len_q, device=self.device)[:, None] + self.offset
-        seen = torch.ones(batch, 1, len_q, len_k, dtype=torch.bool, device=self.device)
-        left, right = self.window
-        if left is not None:
-            seen = seen & (j >= diagonal - left)
-        if right is not None:
-            seen = seen & (j <= diagonal + right)
-        if self.key_lengths is not None:
-            seen = seen & (j < self.key_lengths[:, None, None, None])
-        return seen if self.visible is None else seen & self.visible
-
-    def keys_in_reach(self):
-        """How many keys, from the first on, any query may see. A causal diagonal then ends at their last."""
-        _, len_q, len_k = self.size
-        return len_q + self.offset if self.window[1] == 0 else len_k
-
-    def options(self):
-        """The same rules as keyword arguments of :func:`attn_ext.attention`, for the keys in reach."""
-        left, right = self.window
-        return {
-            "causal": right == 0,
-            "window": None if left is None and right in (0, None) else (left, right),
-            "mask": None if self.visible is None else self.visible[..., : self.keys_in_reach()],
-            "key_lengths": self.key_lengths,
-        }
-
-    def to(self, *args, **kwargs):
-        """On another device."""
-        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **kwargs)
-        if like.dtype != torch.bool:
-            raise TypeError(_COMPUTES)
-        visible, lengths = (t if t is None else t.to(like.device) for t in (self.visible, self.key_lengths))
-        return AttentionMask(self.size, like.device, self.window, self.offset, visible, lengths)
-
-    def __getitem__(self, index):
-        return _as_mask(self.dense()[index])
-
-    def __and__(self, other):
-        return _as_mask(self.dense() & _dense(other))
-
-    def __or__(self, other):
-        return _as_mask(self.dense() | _dense(other))
-
-    def __radd__(self, scores):
-        raise TypeError(_COMPUTES)
-
-    __rand__, __ror__ = __and__, __or__
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = torch.utils._pytree.tree_map(_dense, (args, kwargs or {}))
-        return _as_mask(function(*args, **kwargs))
-
-    def __getattr__(self, name):
-        raise AttributeError(f"{name}: {_COMPUTES}")
-
-
-_COMPUTES = (
-    "a model computes with its attention mask, instead of handing it to the attention function that "
-    f'attn_implementation="{NAME}" names. Either this model does not support other attention functions in '
-    "this version of transformers, or it does with the mask what attn_ext does not know: use "
-    '"eager"'
-)
-
-
-def _dense(x):
-    return x.dense() if isinstance(x, AttentionMask) else x
-
-
-def _as_mask(x):
-    """What came of a computation with a mask, if it is one again."""
-    if not isinstance(x, torch.Tensor) or x.dtype != torch.bool or x.dim() != 4:
-        raise TypeError(_COMPUTES)
-    return AttentionMask.of_tensor(x)
 
 
 def make_mask(
@@ -288,35 +155,11 @@ def attention_forward(
             'attn_implementation="attn_ext" does not know and which may change the result. Use "eager", or, '
             f"if it does not matter, attn_ext.integrations.transformers.register(ignore={unknown})"
         )
-    len_q, len_k = query.shape[2], key.shape[2]
-    keys = len_k
-    if attention_mask is None:
-        _check_packing(kwargs, query)
-        if sliding_window is not None and len_k > sliding_window:
-            raise ValueError(
-                f"{type(module).__name__} has sliding_window={sliding_window} and got {len_k} keys, but no "
-                "attention_mask: pass the mask that the model makes"
-            )
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        options = {"causal": bool(causal) and len_q > 1}
-        if options["causal"]:
-            keys = min(len_q, len_k)
-    elif isinstance(attention_mask, AttentionMask):
-        if attention_mask.visible is None or attention_mask.visible.shape[2] == 1:  # it knows of padding only
-            _check_packing(kwargs, query)
-        if attention_mask.size[1:] != (len_q, len_k):
-            raise ValueError(
-                f"{type(module).__name__} has {len_q} queries and {len_k} keys, but its attention_mask was "
-                f"made for {attention_mask.size[1]} and {attention_mask.size[2]}"
-            )
-        options, keys = attention_mask.options(), attention_mask.keys_in_reach()
-    elif attention_mask.dim() != 4:
-        raise ValueError(
-            f"the attention_mask that {type(module).__name__} passes to its attention must be 4-D, "
-            f"(B or 1, heads or 1, Nq or 1, Nk), got shape {tuple(attention_mask.shape)}"
-        )
-    else:
-        options = {"mask": attention_mask}
+    len_k = key.shape[2]
+    options, keys = _visibility(
+        type(module).__name__, attention_mask, query, len_k, sliding_window, kwargs.get("cu_seq_lens_q"),
+        getattr(module, "is_causal", True) if is_causal is None else is_causal,
+    )  # fmt: skip
     if keys != len_k:  # keys of a static cache that are still empty
         key, value = key[:, :, :keys], value[:, :, :keys]
         if position_bias is not None:
@@ -337,11 +180,49 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def _visibility(layer, mask, query, len_k, sliding_window, starts, is_causal):
+    """(options of attn_ext.attention, how many keys are left when those that none may see are cut off).
+
+    starts: of packed sequences. They need a mask that keeps them apart, which transformers makes unless a
+    cache is in use.
+    """
+    batch, _, len_q, _ = query.shape
+    rules = isinstance(mask, AttentionMask)
+    padding_only = rules and (mask.visible is None or mask.visible.shape[2] == 1)
+    if starts is not None and starts.shape[0] - 1 > batch and (mask is None or padding_only):
+        raise ValueError(
+            f"cu_seq_lens_q tells of {starts.shape[0] - 1} sequences in a batch of {batch}, but there is no "
+            "attention_mask that keeps them apart: pass position_ids that start again at 0 with each "
+            "sequence, use_cache=False and no attention_mask, then the model makes one"
+        )
+    if rules:
+        if mask.sizes[1:] != (len_q, len_k):
+            raise ValueError(
+                f"{layer} has {len_q} queries and {len_k} keys, but its attention_mask was "
+                f"made for {mask.sizes[1]} and {mask.sizes[2]}"
+            )
+        return mask.options(), mask.keys_in_reach()
+    if mask is not None:
+        if mask.dim() != 4:
+            raise ValueError(
+                f"the attention_mask that {layer} passes to its attention must be 4-D, "
+                f"(B or 1, heads or 1, Nq or 1, Nk), got shape {tuple(mask.shape)}"
+            )
+        return {"mask": mask}, len_k
+    if sliding_window is not None and len_k > sliding_window:
+        raise ValueError(
+            f"{layer} has sliding_window={sliding_window} and got {len_k} keys, but no attention_mask: pass "
+            "the mask that the model makes"
+        )
+    causal = bool(is_causal) and len_q > 1
+    return {"causal": causal}, min(len_q, len_k) if causal else len_k
+
+
 def _add_padding(mask, attention_mask, kv_offset):
     """Put the padding of a 2-D mask (B, positions) into an AttentionMask, in its cheapest form."""
     if attention_mask is None:
         return
-    len_k, keys = mask.size[2], mask.keys_in_reach()
+    len_k, keys = mask.sizes[2], mask.keys_in_reach()
     padding = attention_mask[:, kv_offset : kv_offset + len_k].bool()
     if padding.shape[1] < len_k:  # a static cache is longer than what has been seen
         padding = torch.nn.functional.pad(padding, (0, len_k - padding.shape[1]))
@@ -363,26 +244,29 @@ def _window(mask_function):
     Functions made by transformers' factories are told by their code, and their parts are read from their
     closures; Dynamo cannot follow that.
     """
-    from transformers import masking_utils as hf
+    # By name: Dynamo of torch 2.10 cannot trace the import of a module from the package.
+    from transformers.masking_utils import (
+        and_masks,
+        bidirectional_mask_function,
+        causal_mask_function,
+        sliding_window_bidirectional_overlay,
+        sliding_window_overlay,
+    )  # fmt: skip
 
-    if mask_function is hf.causal_mask_function:
+    if mask_function is causal_mask_function:
         return None, 0
-    if mask_function is hf.bidirectional_mask_function:
+    if mask_function is bidirectional_mask_function:
         return None, None
-    if torch.compiler.is_compiling() or not _made_by(mask_function, hf.and_masks()):
+    if torch.compiler.is_compiling() or not _made_by(mask_function, and_masks()):
         return None
     (parts,) = inspect.getclosurevars(mask_function).nonlocals.values()
-    if len(parts) != 2:
-        return None
-    overlay, base = parts
-    if base is hf.causal_mask_function and _made_by(overlay, hf.sliding_window_overlay(1)):
-        size = inspect.getclosurevars(overlay).nonlocals["sliding_window"]
-        return size - 1, 0
-    if base is hf.bidirectional_mask_function and _made_by(
-        overlay, hf.sliding_window_bidirectional_overlay(1)
-    ):
-        size = inspect.getclosurevars(overlay).nonlocals["sliding_window"]
-        return size, size
+    kinds = (
+        (sliding_window_overlay, causal_mask_function, lambda size: (size - 1, 0)),
+        (sliding_window_bidirectional_overlay, bidirectional_mask_function, lambda size: (size, size)),
+    )
+    for factory, base, sides in kinds:
+        if len(parts) == 2 and parts[1] is base and _made_by(parts[0], factory(1)):
+            return sides(inspect.getclosurevars(parts[0]).nonlocals["sliding_window"])
     return None
 
 
@@ -413,14 +297,3 @@ def _check_patterns(version):
                 f"a mask pattern of transformers {version} is not window {window}, as it was in the versions "
                 "that attn_ext was tested with: update attn_ext"
             )
-
-
-def _check_packing(kwargs, query):
-    """Packed sequences need a mask that keeps them apart; transformers makes one unless a cache is in use."""
-    starts = kwargs.get("cu_seq_lens_q")
-    if starts is not None and starts.shape[0] - 1 > query.shape[0]:
-        raise ValueError(
-            f"cu_seq_lens_q tells of {starts.shape[0] - 1} sequences in a batch of {query.shape[0]}, but "
-            "there is no attention_mask that keeps them apart: pass position_ids that start again at 0 with "
-            "each sequence, use_cache=False and no attention_mask, then the model makes one"
-        )

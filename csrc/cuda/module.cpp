@@ -1,6 +1,5 @@
 // attn_ext._C_cuda: loaded only where torch has CUDA. Importing it calls nothing of the CUDA runtime.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "pybind.h"
 
 // The part of torch's stable C interface that only a torch with CUDA has.
 #define USE_CUDA
