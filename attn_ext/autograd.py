@@ -323,13 +323,7 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        if args[0].device.type in ("cpu", "meta"):
-            return _below_autograd(_jvp_op, *args)
-        # No kernel there yet: the reference, block by block.
-        problem, tensors = _of_tangents(args[:3], args[5:12], Options(*args[12:18], args[26]), args[18:26])
-        moving = {n: t for n, t in zip(second_order.INPUTS, args[5:12], strict=True) if t is not None}
-        moved = second_order.push(second_order.forward, problem, tensors, moving, ["out", "lse"])
-        return moved["out"].to(args[3].dtype), moved["lse"].to(args[4].dtype)
+        return _below_autograd(_jvp_op, *args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

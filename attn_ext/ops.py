@@ -11,7 +11,7 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
   back with 0 elements.
 * ``attention_jvp(q, k, v, out, lse_parts, <tangents>, <options>) -> (tangent_out, tangent_lse)``: forward
-  mode, on the CPU only. The tangents are those of q, k, v, bias, float_mask, alibi_slopes, sinks; None: zero.
+  mode. The tangents are those of q, k, v, bias, float_mask, alibi_slopes, sinks; None: zero.
 
 <options> are the numbers of :class:`attn_ext.autograd.Options`, then bias, float_mask, bool_mask,
 alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32 (only float32 on CUDA looks at it).

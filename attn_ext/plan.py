@@ -42,8 +42,9 @@ class Buffer:
 class LaunchPlan:
     """Launches in order, the memory they may touch, and the tensors that would hold the results.
 
-    ``results``: "out", "lse", "lse_parts", or "grad_q", "grad_k", "grad_v" and those of "grad_bias",
-    "grad_float_mask", "grad_alibi_slopes", "grad_sinks" that were given, uninitialised until the kernels run.
+    ``results``: "out", "lse", "lse_parts"; or "tangent_out", "tangent_lse"; or "grad_q", "grad_k", "grad_v"
+    and those of "grad_bias", "grad_float_mask", "grad_alibi_slopes", "grad_sinks" that were given.
+    Uninitialised until the kernels run.
     """
 
     launches: tuple[Launch, ...]
@@ -61,19 +62,21 @@ class LaunchPlan:
 
 def launch_plan(
     q, k, v, *, direction="forward", arch="sm_80", multiprocessors=None, out=None, lse=None, grad_out=None,
-    grad_lse=None, allow_tf32=None, **options,
+    grad_lse=None, tangents=None, allow_tf32=None, **options,
 ):  # fmt: skip
     """Which CUDA kernels a call of :func:`attn_ext.attention` would launch, and how. Launches nothing.
 
     Args:
         q, k, v: as for attention(), on the CPU or a GPU. Results and workspaces are allocated beside them.
-        direction: "forward" or "backward".
+        direction: "forward", "backward" or "jvp" (forward-mode AD).
         arch: "sm_80" and so on: the GPU that is planned for.
         multiprocessors: how many it has; default: as many as a common GPU of that architecture. They decide
             how keys are split among blocks.
-        out, lse: backward only: what the forward returned. lse is (B, Hq, Nq), or (B, Hq, Nq, 2): the two
+        out, lse: backward and jvp: what the forward returned. lse is (B, Hq, Nq), or (B, Hq, Nq, 2): the two
             parts of it that attention's own backward uses, ``results["lse_parts"]`` of a forward plan.
         grad_out, grad_lse: backward only: their gradients; grad_lse may be None.
+        tangents: jvp only: {name of an argument: its tangent} for any of q, k, v, bias, mask (of floats),
+            alibi_slopes, sinks, each of the argument's shape; those left out are zero.
         allow_tf32: whether products of float32 may be in TF32; None: as torch's switch says
             (``torch.backends.cuda.matmul.allow_tf32``), whatever device the tensors are on.
         **options: those of attention() that shape the result (mask, bias, causal, dropout_p, ...).
@@ -82,7 +85,7 @@ def launch_plan(
         LaunchPlan. In the backward every tensor that may have a gradient gets one.
 
     Raises:
-        TypeError, ValueError: as attention() does, and for an unknown direction or arch.
+        TypeError, ValueError: as attention() does, and for an unknown direction, arch or tangent.
     """
     if arch not in MULTIPROCESSORS:
         raise arguments.ArgumentValueError(f"arch must be one of {', '.join(MULTIPROCESSORS)}, got {arch!r}")
@@ -97,16 +100,13 @@ def launch_plan(
     elif not isinstance(multiprocessors, int) or multiprocessors < 1:
         raise arguments.ArgumentValueError(f"multiprocessors must be an int > 0, got {multiprocessors!r}")
     target = (int(arch.removeprefix("sm_")), multiprocessors)
+    bias, float_mask, _, alibi_slopes, sinks, *_ = terms
+    differentiable = (q, k, v, bias, float_mask, alibi_slopes, sinks)
     if direction == "forward":
         encoded, *tensors = torch.ops.attn_ext.attention_forward_plan(q, k, v, *target, *call)
         names = ("out", "lse", "lse_parts")
     elif direction == "backward":
-        for name, t in (("out", out), ("lse", lse), ("grad_out", grad_out)):
-            if t is None:
-                raise arguments.ArgumentTypeError(f"{name} is needed for direction='backward', got None")
-        parts = lse if lse.dim() == 4 else torch.stack([lse, torch.zeros_like(lse)], dim=-1)
-        bias, float_mask, _, alibi_slopes, sinks, *_ = terms
-        differentiable = (q, k, v, bias, float_mask, alibi_slopes, sinks)
+        parts = _saved(direction, out=out, lse=lse, grad_out=grad_out)
         wanted = sum(1 << n for n, t in enumerate(differentiable) if t is not None)
         encoded, *tensors = torch.ops.attn_ext.attention_backward_plan(
             grad_out, grad_lse, q, k, v, out, parts, wanted, *target, *call
@@ -115,8 +115,18 @@ def launch_plan(
             "grad_q", "grad_k", "grad_v", "grad_bias", "grad_float_mask", "grad_alibi_slopes", "grad_sinks"
         )  # fmt: skip
         call = (*call, out, parts, grad_out, grad_lse)
+    elif direction == "jvp":
+        parts = _saved(direction, out=out, lse=lse)
+        moving = _moving(tangents or {}, differentiable)
+        encoded, *tensors = torch.ops.attn_ext.attention_jvp_plan(
+            q, k, v, out, parts, *moving, *target, *call
+        )
+        names = ("tangent_out", "tangent_lse")
+        call = (*call, out, parts, *moving)
     else:
-        raise arguments.ArgumentValueError(f"direction must be 'forward' or 'backward', got {direction!r}")
+        raise arguments.ArgumentValueError(
+            f"direction must be 'forward', 'backward' or 'jvp', got {direction!r}"
+        )
     plan = json.loads(bytes(encoded.tolist()))
     results = {
         name: t for name, t in zip(names, tensors, strict=False) if t.numel() or not name.startswith("grad_")
@@ -138,3 +148,30 @@ def launch_plan(
         results,
         (*inputs, *tensors),
     )
+
+
+def _saved(direction, *, lse, **tensors):
+    """The two parts of lse, once it is sure that everything is there."""
+    for name, t in (*tensors.items(), ("lse", lse)):
+        if t is None:
+            raise arguments.ArgumentTypeError(f"{name} is needed for direction={direction!r}, got None")
+    return lse if lse.dim() == 4 else torch.stack([lse, torch.zeros_like(lse)], dim=-1)
+
+
+_MOVING = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
+
+
+def _moving(tangents, tensors):
+    """The tangents in the order of ``tensors``, in their shapes; None where there is none."""
+    given = dict(zip(_MOVING, tensors, strict=True))
+    for name, t in tangents.items():
+        if given.get(name) is None:
+            raise arguments.ArgumentValueError(
+                f"tangents may be of the floating-point tensors among {', '.join(_MOVING)} that the call was "
+                f"given, got {name!r}"
+            )
+        if t.numel() != given[name].numel():
+            raise arguments.ArgumentValueError(
+                f"the tangent of {name} must have its shape {tuple(given[name].shape)}, got {tuple(t.shape)}"
+            )
+    return [tangents[n].reshape(given[n].shape) if n in tangents else None for n in _MOVING]

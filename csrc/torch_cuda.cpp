@@ -64,6 +64,19 @@ struct Backward {
         plan(cuda::plan_backward(problem, result.views, workspace.data_ptr(), target)) {}
 };
 
+struct Jvp {
+  Memory memory;
+  AttentionParams problem;
+  JvpResult result;
+  cuda::Plan plan;
+
+  Jvp(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse_parts,
+      const Tangents& tangents, ATTN_OPTION_PARAMETERS, const cuda::Target& target)
+      : memory(q), problem(make_params(memory, q, k, v, ATTN_OPTIONS, &cuda::needs_aligned_rows)),
+        result(allocate_jvp(memory, problem, q, out, lse_parts, tangents, cuda::needs_aligned_rows(problem))),
+        plan(cuda::plan_jvp(problem, result.views, target)) {}
+};
+
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                      ATTN_OPTION_PARAMETERS) {
   const cuda::Backend& backend = require_backend();
@@ -83,6 +96,16 @@ BackwardResult::Tensors attention_backward(const Tensor& grad_out, const Optiona
                 backend.target(device));
   backend.launch(call.plan, device);
   return std::move(call.result).rounded(bias, float_mask);
+}
+
+std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                                         const Tensor& lse_parts, ATTN_TANGENT_PARAMETERS,
+                                         ATTN_OPTION_PARAMETERS) {
+  const cuda::Backend& backend = require_backend();
+  const int32_t device = q.get_device_index();
+  Jvp call(q, k, v, out, lse_parts, ATTN_TANGENTS, ATTN_OPTIONS, backend.target(device));
+  backend.launch(call.plan, device);
+  return {std::move(call.result.tangent_out), std::move(call.result.tangent_lse)};
 }
 
 // A plan and the memory that its kernels may touch, as JSON: {"launches": [...], "buffers": [...]}.
@@ -106,9 +129,10 @@ std::string to_json(const cuda::Plan& plan, const std::vector<cuda::Buffer>& buf
   return text + "]}";
 }
 
-// What the plan ops return: the JSON as bytes on the CPU, the results, the workspace, and the copies that were made.
-std::vector<Tensor> described(const std::string& json, std::vector<Tensor> results, const Tensor& workspace,
-                              const Memory& memory) {
+// What the plan ops return: the JSON as bytes on the CPU, the results, the workspace if any, and the copies that were
+// made.
+std::vector<Tensor> described(const std::string& json, std::vector<Tensor> results,
+                              const OptionalTensor& workspace, const Memory& memory) {
   AtenTensorHandle handle = nullptr;
   const int64_t size = int64_t(json.size()), stride = 1;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
@@ -116,7 +140,7 @@ std::vector<Tensor> described(const std::string& json, std::vector<Tensor> resul
   Tensor encoded(handle);
   std::copy(json.begin(), json.end(), static_cast<char*>(encoded.data_ptr()));
   results.insert(results.begin(), encoded);
-  results.push_back(workspace);
+  if (workspace) results.push_back(*workspace);
   results.insert(results.end(), memory.copies().begin(), memory.copies().end());
   return results;
 }
@@ -148,16 +172,28 @@ std::vector<Tensor> attention_backward_plan(const Tensor& grad_out, const Option
       call.workspace, call.memory);
 }
 
+std::vector<Tensor> attention_jvp_plan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                                       const Tensor& lse_parts, ATTN_TANGENT_PARAMETERS, int64_t architecture,
+                                       int64_t multiprocessors, ATTN_OPTION_PARAMETERS) {
+  const Jvp call(q, k, v, out, lse_parts, ATTN_TANGENTS, ATTN_OPTIONS,
+                 {int(architecture), int(multiprocessors)});
+  return described(to_json(call.plan, cuda::jvp_buffers(call.problem, call.result.views)),
+                   {call.result.tangent_out, call.result.tangent_lse}, std::nullopt, call.memory);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
   m.impl("attention_forward_plan", TORCH_BOX(&attention_forward_plan));
   m.impl("attention_backward_plan", TORCH_BOX(&attention_backward_plan));
+  m.impl("attention_jvp_plan", TORCH_BOX(&attention_jvp_plan));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("attention_forward_plan", TORCH_BOX(&attention_forward_plan));
   m.impl("attention_backward_plan", TORCH_BOX(&attention_backward_plan));
+  m.impl("attention_jvp_plan", TORCH_BOX(&attention_jvp_plan));
 }
 
 }  // namespace

@@ -50,17 +50,11 @@ BackwardResult::Tensors attention_backward(const Tensor& grad_out, const Optiona
 }
 
 std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                                         const Tensor& lse_parts, const OptionalTensor& tangent_q,
-                                         const OptionalTensor& tangent_k, const OptionalTensor& tangent_v,
-                                         const OptionalTensor& tangent_bias,
-                                         const OptionalTensor& tangent_float_mask,
-                                         const OptionalTensor& tangent_alibi_slopes,
-                                         const OptionalTensor& tangent_sinks, ATTN_OPTION_PARAMETERS) {
+                                         const Tensor& lse_parts, ATTN_TANGENT_PARAMETERS,
+                                         ATTN_OPTION_PARAMETERS) {
   Memory memory(q);
   const AttentionParams p = make_params(memory, q, k, v, ATTN_OPTIONS);
-  JvpResult result = allocate_jvp(memory, p, q, out, lse_parts,
-                                  {tangent_q, tangent_k, tangent_v, tangent_bias, tangent_float_mask,
-                                   tangent_alibi_slopes, tangent_sinks});
+  JvpResult result = allocate_jvp(memory, p, q, out, lse_parts, ATTN_TANGENTS);
   cpu_kernels().jvp(p, result.views, torch_threads());
   return {std::move(result.tangent_out), std::move(result.tangent_lse)};
 }
@@ -74,11 +68,9 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor "
       "grad_float_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
   m.def(
-      "attention_jvp(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse_parts, Tensor? tangent_q, "
-      "Tensor? tangent_k, Tensor? tangent_v, Tensor? tangent_bias, Tensor? tangent_float_mask, "
-      "Tensor? tangent_alibi_slopes, Tensor? tangent_sinks, " ATTN_OPTION_SCHEMA
-      ") -> (Tensor tangent_out, Tensor tangent_lse)");
-  // What forward and backward would launch on a GPU (torch_cuda.cpp): the plan as JSON bytes, the results, the
+      "attention_jvp(Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
+      "lse_parts, " ATTN_TANGENT_SCHEMA ATTN_OPTION_SCHEMA ") -> (Tensor tangent_out, Tensor tangent_lse)");
+  // What the three would launch on a GPU (torch_cuda.cpp): the plan as JSON bytes, the results, the
   // workspace, and copies that had to be made.
   m.def(
       "attention_forward_plan(Tensor q, Tensor k, Tensor v, int architecture, int "
@@ -87,6 +79,8 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "attention_backward_plan(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor lse_parts, int output_mask, int architecture, int multiprocessors, " ATTN_OPTION_SCHEMA
       ") -> Tensor[]");
+  m.def("attention_jvp_plan(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse_parts, " ATTN_TANGENT_SCHEMA
+        "int architecture, int multiprocessors, " ATTN_OPTION_SCHEMA ") -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {

@@ -308,7 +308,7 @@ BackwardResult::Tensors BackwardResult::rounded(const OptionalTensor& bias,
 }
 
 JvpResult allocate_jvp(Memory& memory, const AttentionParams& p, const Tensor& q, const Tensor& out,
-                       const Tensor& lse_parts, const Tangents& tangents) {
+                       const Tensor& lse_parts, const Tangents& tangents, bool aligned_rows) {
   JvpIO io;
   view_saved(memory, p, out, lse_parts, io.out, io.lse_parts);
   const auto of_rows = [&](const OptionalTensor& t, int64_t heads, int64_t length, int64_t dim,
@@ -316,7 +316,7 @@ JvpResult allocate_jvp(Memory& memory, const AttentionParams& p, const Tensor& q
     if (!t.has_value()) return StridedView{};
     STD_TORCH_CHECK(is_shape(t->sizes(), {p.batch, heads, length, dim}), "attn_ext: shape of ", name,
                     " does not fit q, k and v");
-    const StridedView view = memory.rows(*t, name);
+    const StridedView view = memory.rows(*t, name, aligned_rows);
     STD_TORCH_CHECK(view.dtype == p.q.dtype, "attn_ext: ", name, " must have q's dtype");
     return view;
   };

@@ -33,6 +33,15 @@ using Extents = torch::headeronly::IntHeaderOnlyArrayRef;
       const OptionalTensor &bias, const OptionalTensor &float_mask, const OptionalTensor &bool_mask,         \
       const OptionalTensor &alibi_slopes, const OptionalTensor &sinks, const OptionalTensor &key_lengths,    \
       const OptionalTensor &query_lengths, const OptionalTensor &rng_state, bool allow_tf32
+#define ATTN_TANGENT_SCHEMA                                                         \
+  "Tensor? tangent_q, Tensor? tangent_k, Tensor? tangent_v, Tensor? tangent_bias, " \
+  "Tensor? tangent_float_mask, Tensor? tangent_alibi_slopes, Tensor? tangent_sinks, "
+#define ATTN_TANGENT_PARAMETERS                                                                      \
+  const OptionalTensor &tangent_q, const OptionalTensor &tangent_k, const OptionalTensor &tangent_v, \
+      const OptionalTensor &tangent_bias, const OptionalTensor &tangent_float_mask,                  \
+      const OptionalTensor &tangent_alibi_slopes, const OptionalTensor &tangent_sinks
+#define ATTN_TANGENTS \
+  {tangent_q, tangent_k, tangent_v, tangent_bias, tangent_float_mask, tangent_alibi_slopes, tangent_sinks}
 #define ATTN_OPTIONS                                                                                       \
   scale, causal, softcap, window_left, window_right, dropout_p, bias, float_mask, bool_mask, alibi_slopes, \
       sinks, key_lengths, query_lengths, rng_state, allow_tf32
@@ -123,6 +132,6 @@ struct JvpResult {
 };
 
 JvpResult allocate_jvp(Memory& memory, const AttentionParams& p, const Tensor& q, const Tensor& out,
-                       const Tensor& lse_parts, const Tangents& tangents);
+                       const Tensor& lse_parts, const Tangents& tangents, bool aligned_rows = false);
 
 }  // namespace attn_ext

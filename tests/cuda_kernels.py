@@ -123,6 +123,43 @@ def attention_on(
     return attention
 
 
+def tangents_on(
+    device, arch="sm_80", multiprocessors=None, modules=module, allow_tf32=False, **launch_options
+):
+    """A function (q, k, v, tangents, **options) -> the tangents of out and lse, by the kernels.
+
+    tangents: {name of a tensor: its tangent}, as attn_ext.launch_plan's; the rest as attention_on.
+    """
+
+    def in_ptxrun(q, k, v, tangents, **options):
+        draws = options.get("generator")
+        state = draws.get_state() if draws else None
+        results = {}
+        for direction in ("forward", "jvp"):
+            if draws:  # both draw the same random numbers
+                draws.set_state(state)
+            saved = {"out": results["out"], "lse": results["lse_parts"]} if results else {}
+            plan = attn_ext.launch_plan(
+                q, k, v, direction=direction, arch=arch, multiprocessors=multiprocessors,
+                allow_tf32=allow_tf32, tangents=tangents, **saved, **options,
+            )  # fmt: skip
+            carry_out(plan, arch, modules, **launch_options)
+            results.update(plan.results)
+        return results["tangent_out"], results["tangent_lse"]
+
+    def on_cuda(q, k, v, tangents, **options):
+        tensors = {"q": q, "k": k, "v": v, **options}
+        still = {n: t for n, t in tensors.items() if n not in tangents}
+
+        def call(*moving):
+            return _on_cuda(allow_tf32, **dict(zip(tangents, moving, strict=True)), **still)
+
+        primals = tuple(tensors[n] for n in tangents)
+        return torch.func.jvp(call, primals, tuple(tangents.values()))[1]
+
+    return on_cuda if device == "cuda" else in_ptxrun
+
+
 def _on_cuda(allow_tf32, q, k, v, *, return_lse=True, **options):
     options = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     if options.get("generator") is not None:

@@ -110,16 +110,17 @@ def _run(kernel, module, cases, arch, earlier):
 
         # Few multiprocessors: decoding is split into pieces of several tiles.
         options = {"multiprocessors": 8, "modules": modules, "allow_tf32": "tf32" in kernel}
-        case(cuda_kernels.attention_on("ptxrun", arch, **options))
+        on = cuda_kernels.tangents_on if "_jvp_" in kernel else cuda_kernels.attention_on
+        case(on("ptxrun", arch, **options))
 
     for number, case in enumerate(cases):
         run(number, case)
 
 
-def cases_of(dtype, sizes, *, backward, full, tf32=False):
+def cases_of(dtype, sizes, *, direction, full, tf32=False):
     """Problems of several tiles in both directions, ragged, in and outside a band, and without a query.
 
-    sizes: (B, Nq, Nk, D, Dv).
+    sizes: (B, Nq, Nk, D, Dv); direction: that of launch_plan.
     """
     batch, len_q, len_k, dim, dim_v = sizes
     given = oracle.qkv(batch, 2, len_q, len_k, dim, dim_v, heads_kv=1, dtype=dtype)
@@ -140,7 +141,11 @@ def cases_of(dtype, sizes, *, backward, full, tf32=False):
 
     def case(chosen):
         def run(call):
-            if backward:
+            if direction == "jvp":
+                tensors = dict(zip("qkv", given, strict=True)) | chosen
+                oracle.check_tangents(*given, oracle.tangents_of(tensors), call=call, tf32=tf32, **chosen)
+                return
+            if direction == "backward":
                 oracle.check(*given, call=call, tf32=tf32, **chosen)
                 return
             out, lse = call(*given, **chosen)
@@ -171,7 +176,8 @@ def cases_for(kernel):
     elif "sums" in words:
         sizes = 2, 40, 70, dim, dim  # two batch elements with slopes of their own: one sum after another
     full = not {"full", "bias", "sums", "simt", "tf32"}.isdisjoint(words)
-    return cases_of(dtype, sizes, backward="bwd" in words, full=full, tf32=tf32)
+    direction = {"bwd": "backward", "jvp": "jvp"}.get(words[1], "forward")
+    return cases_of(dtype, sizes, direction=direction, full=full, tf32=tf32)
 
 
 def main():

@@ -94,14 +94,18 @@ def rounded_to_tf32(x):
 
 class _Tf32Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, equation, a, b):
-        ctx.equation, a, b = equation, rounded_to_tf32(a), rounded_to_tf32(b)
-        ctx.save_for_backward(a, b)
-        return torch.einsum(equation, a, b)
+    def forward(equation, a, b):
+        return torch.einsum(equation, rounded_to_tf32(a), rounded_to_tf32(b))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.equation, *operands = inputs
+        ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
 
     @staticmethod
     def backward(ctx, grad):
-        a, b = ctx.saved_tensors
+        a, b = (rounded_to_tf32(x) for x in ctx.saved_tensors)
         of_a, of_b, of_result = ctx.equation.replace("->", ",").split(",")
         grad = rounded_to_tf32(grad)
         return (
@@ -109,6 +113,11 @@ class _Tf32Product(torch.autograd.Function):
             torch.einsum(f"{of_result},{of_b}->{of_a}", grad, b),
             torch.einsum(f"{of_result},{of_a}->{of_b}", grad, a),
         )
+
+    @staticmethod
+    def jvp(ctx, _, moved_a, moved_b):
+        a, b, moved_a, moved_b = (rounded_to_tf32(x) for x in (*ctx.saved_tensors, moved_a, moved_b))
+        return torch.einsum(ctx.equation, moved_a, b) + torch.einsum(ctx.equation, a, moved_b)
 
 
 def tf32_product(equation, a, b):
@@ -193,6 +202,43 @@ def check(q, k, v, *, keep=None, call=attn_ext.attention, tf32=False, **options)
         factor = 4 if tf32 and name == "dalibi_slopes" else 2
         eps = TF32_EPS if tf32 else None
         assert_close(name, value, truth[name], plain[name], eps, factor, elsewhere[name])
+    return got
+
+
+def tangents_of(tensors):
+    """{name: a tangent} of those of the tensors (a dict, which may hold anything else too) that have one."""
+    floats = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    return {n: randn(*t.shape, dtype=t.dtype, seed=50 + seed) for seed, (n, t) in enumerate(floats.items())}
+
+
+def check_tangents(q, k, v, tangents, *, call, keep=None, tf32=False, **options):
+    """Hold the tangents of out and LSE along ``tangents`` against the oracle.
+
+    tangents: {name of a tensor: its tangent}; call: as cuda_kernels.tangents_on gives it; the rest as for
+    check().
+    """
+    tensors = {"q": q, "k": k, "v": v, **{n: options.pop(n) for n in tangents if n in options}}
+    got = call(**tensors, tangents=tangents, **options)
+    plain_options = {n: o for n, o in options.items() if n not in ("dropout_p", "generator")}
+
+    def formula(dtype, product=torch.einsum):
+        def moving(*x):
+            changed = {**tensors, **dict(zip(tangents, x, strict=True))}
+            out, lse, _ = oracle(**changed, **plain_options, keep=keep, dtype=dtype, product=product)
+            return out, lse.masked_fill(lse == -math.inf, 0)
+
+        primals, moved = (
+            [x.to(dtype) for x in y] for y in ([tensors[n] for n in tangents], tangents.values())
+        )
+        return torch.func.jvp(moving, tuple(primals), tuple(moved))[1]
+
+    truth, plain = formula(torch.float64), formula(q.dtype, tf32_product if tf32 else torch.einsum)
+    if q.dtype in HALF:  # as in check()
+        single = formula(torch.float32)
+        plain = torch.where(plain[0].isfinite(), plain[0], single[0].to(q.dtype)), single[1]
+    for what, *values in zip(("tangent of out", "tangent of lse"), got, truth, plain, strict=True):
+        # Ours is a difference, sum(P S.) v - lse. out, and in TF32 both of its terms have been rounded.
+        assert_close(what, *values, TF32_EPS if tf32 else None, factor=4 if tf32 else 2)
     return got
 
 

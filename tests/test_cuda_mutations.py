@@ -17,21 +17,23 @@ KERNELS = [
         for kind in ("", "_full")
     ),
     *(f"attn_fwd_sm80_f16_d{dim}_compact" for dim in (192, 256)),
-    *(f"attn_bwd_bias_sm80_f16_d{dim}" for dim in (32, 64, 96, 128, 192, 256)),
+    *(f"attn_{what}_sm80_f16_d{dim}" for what in ("bwd_bias", "jvp") for dim in (32, 64, 96, 128, 192, 256)),
     *(f"attn_decode_sm80_f16_d{dim}" for dim in (64, 128, 256)),
     "attn_decode_combine_f16",
     *(
         f"attn_{what}_{core}"
         for core in ("simt_f16", "simt_f32", "simt_f64", "tf32_sm80")
-        for what in ("fwd", "bwd_dkdv", "bwd_dq", "bwd_bias")
+        for what in ("fwd", "bwd_dkdv", "bwd_dq", "bwd_bias", "jvp")
     ),
     *(f"attn_bwd_sums_{dtype}" for dtype in ("f32", "f64")),
 ]
-# Without -m slow: the forward, both loops of the backward, decoding, and the two-stage ring of simt/.
+# Without -m slow: the forward, both loops of the backward, forward mode, decoding, and the two-stage ring of
+# simt/.
 QUICK = {
     "attn_fwd_sm80_f16_d64",
     "attn_bwd_dkdv_sm80_f16_d64",
     "attn_bwd_dq_sm80_f16_d64",
+    "attn_jvp_sm80_f16_d64",
     "attn_decode_sm80_f16_d64",
     "attn_decode_combine_f16",
     "attn_fwd_simt_f32",
@@ -40,6 +42,8 @@ QUICK = {
 REDUNDANT = {  # regular expression on "kernel: Mutation": why it may go unnoticed
     r"_simt_f16: .*cp\.async\.(commit|wait)_group": "halves become floats in registers: of all copies only "
     "those of the backward's row terms are asynchronous. The source is float32's, which needs each",
+    r"_jvp_tf32_.*bar\.warp\.sync.*\(jvp\.cuh:.* the tile": "in TF32 a thread reads only its own numbers "
+    "of the tile. The source is float32's, where it reads whole rows",
 }
 
 

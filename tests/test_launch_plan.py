@@ -108,8 +108,55 @@ def test_rows_that_cannot_be_read_in_16_byte_pieces_are_copied_once(what):
     assert places["k"] == k.data_ptr()
 
 
+def forward_mode(q, k, v, tangents=(), **options):
+    """The jvp plan of a call whose forward returned zeros."""
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.zeros(q.shape[:3], dtype=sums)
+    return attn_ext.launch_plan(
+        q, k, v, direction="jvp", out=out, lse=lse, tangents=dict(tangents), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "options", "kernel"),
+    [
+        (torch.float16, 100, {"causal": True}, "attn_jvp_sm80_f16_d128"),
+        (torch.bfloat16, 320, {}, "attn_jvp_simt_bf16"),
+        (torch.float32, 64, {"allow_tf32": False}, "attn_jvp_simt_f32"),
+        (torch.float32, 64, {"allow_tf32": True}, "attn_jvp_tf32_sm80"),
+        (torch.float64, 64, {}, "attn_jvp_simt_f64"),
+    ],
+)
+def test_forward_mode_is_one_kernel(dtype, dim, options, kernel):
+    q, k, v = qkv(batch=1, len_q=100, len_k=120, dim=dim, dtype=dtype)
+    plan = forward_mode(q, k, v, {"q": q, "v": v}, **options)
+    assert [launch.kernel for launch in plan.launches] == [kernel]
+    assert plan.results["tangent_out"].shape == q.shape
+    assert plan.results["tangent_lse"].shape == (1, 2, 100)
+
+
+def test_forward_mode_reads_the_tangents_that_it_is_given():
+    q, k, v = half(dim=64)
+    mask, sinks = (torch.zeros(*size, dtype=torch.float16) for size in ((100, 120), (2,)))
+    plan = forward_mode(q, k, v, {"k": k, "mask": mask, "sinks": sinks}, mask=mask, sinks=sinks)
+    names = {buffer.name for buffer in plan.buffers}
+    assert {n for n in names if n.startswith("tangent")} == {
+        "tangent_k", "tangent_float_mask", "tangent_sinks", "tangent_out", "tangent_lse"
+    }  # fmt: skip
+
+
+def test_forward_mode_copies_tangents_that_cannot_be_read_in_16_byte_pieces():
+    q, k, v = half(dim=64)
+    odd = randn(1, 2, 120, 65, dtype=torch.float16)[..., :64]
+    places = {buffer.name: buffer.data_ptr for buffer in forward_mode(q, k, v, {"k": odd, "v": v}).buffers}
+    assert places["tangent_k"] != odd.data_ptr()
+    assert places["tangent_v"] == v.data_ptr()
+
+
 def test_no_query_launches_nothing():
     assert kernels(*qkv(len_q=0)) == []
+    assert forward_mode(*qkv(len_q=0)).launches == ()
     assert str(attn_ext.launch_plan(*qkv(len_q=0))) == "nothing to launch"
 
 
@@ -128,10 +175,19 @@ def test_bad_arguments_name_what_is_allowed():
     q, k, v = half(dim=64)
     with pytest.raises(ValueError, match=r"arch must be one of sm_80, .*got 'sm_75'"):
         attn_ext.launch_plan(q, k, v, arch="sm_75")
-    with pytest.raises(ValueError, match=r"direction must be 'forward' or 'backward', got 'sideways'"):
+    with pytest.raises(ValueError, match=r"direction must be 'forward', 'backward' or 'jvp', got 'sideways'"):
         attn_ext.launch_plan(q, k, v, direction="sideways")
     with pytest.raises(TypeError, match=r"grad_out is needed for direction='backward', got None"):
         attn_ext.launch_plan(q, k, v, direction="backward", out=q, lse=torch.zeros(1, 2, 100))
+    with pytest.raises(TypeError, match=r"lse is needed for direction='jvp', got None"):
+        attn_ext.launch_plan(q, k, v, direction="jvp", out=q)
+    for tangents in ({"x": q}, {"sinks": q}):
+        with pytest.raises(
+            ValueError, match=r"tangents may be of .*that the call was given, got '(x|sinks)'"
+        ):
+            forward_mode(q, k, v, tangents)
+    with pytest.raises(ValueError, match=r"the tangent of k must have its shape .*120, 64\), got .*100, 64"):
+        forward_mode(q, k, v, {"k": q})
     with pytest.raises(ValueError, match="softcap"):
         attn_ext.launch_plan(q, k, v, softcap=-1.0)
 
@@ -156,6 +212,8 @@ def every_plan():
                     yield plan
                     given = {"out": plan.results["out"], "lse": plan.results["lse_parts"], "grad_out": q}
                     yield attn_ext.launch_plan(q, k, v, direction="backward", **given, **terms)
+                    del given["grad_out"]
+                    yield attn_ext.launch_plan(q, k, v, direction="jvp", **given, **terms)
 
 
 def test_every_kernel_that_is_planned_was_built_and_the_other_way_round():

@@ -132,6 +132,9 @@ GUARDED = "1 @P0 IMAD.SHL.U32 R1, R0, 0x80, RZ"
         (["1 @P0 BRA `(.L_x)", "1 IADD3 R1, R1, 0x100, RZ", ".L_x:", "1 LDS.128 R4, [R1]"], "proven"),
         (["1 BRA `(.L_x)", "1 IMAD.SHL.U32 R1, R0, 0x80, RZ", ".L_x:", "1 LDS.128 R4, [R1]"], "proven"),
         (["1 HFMA2.MMA R2, -RZ, RZ, 0, 5.960464477539063e-08", "1 LDS.128 R4, [R1+R2.X16]"], "proven"),
+        (["1 LOP3.LUT P0, R2, R1, 0x1f0, RZ, 0xc0, !PT", "1 LDS.128 R4, [R2]"], "proven"),
+        ([GUARDED, "1 LOP3.LUT P0, R2, R0, 0x1, RZ, 0xc0, !PT", "1 @P0 LDS.128 R4, [R1]"], "unknown"),
+        (["1 CS2R R2, SRZ", "1 IADD3 R1, R1, R3, RZ", "1 LDS.128 R4, [R1]"], "proven"),
         # A subroutine leaves anything in the registers that it writes.
         (
             ["1 CALL.REL.NOINC `($f)", "1 LDS.128 R4, [R1]", "1 EXIT", "$f:", "1 MOV R2, R0", "1 RET R6"],

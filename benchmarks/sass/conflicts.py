@@ -16,6 +16,8 @@ FOUR = re.compile(r"HMMA|LDSM|.*\.128")
 TWO = re.compile(r"\w+\.WIDE|CS2R|DADD|DMUL|DFMA|F2I.*64|I2F.*F64|F2F.*F64|.*\.64")
 # What ptxas writes to set a register to a constant without the integer pipes: halves of 0 x 0 + constant.
 CONSTANT = re.compile(r"(R\d+), -RZ, RZ, (\S+), (\S+)")
+BOTH = re.compile(r"(P\d), (R\d+, .*)")  # LOP3's operands where it writes a predicate and a register
+ZEROS = re.compile(r"CS2R R(\d+), SRZ")  # a pair of registers becomes 0: cuxray does not see it
 
 
 def shared_accesses(
@@ -62,6 +64,12 @@ def for_cuxray(function: Function, graph: Graph) -> cuxray_sass.Function:
                 low, high = (struct.pack("<e", float(constant[n])) for n in (3, 2))
                 value = int.from_bytes(low + high, "little")
                 lines.append((i.address, "MOV", f"{constant[1]}, {value:#x}", i.predicate))
+            elif i.name == "LOP3" and (both := BOTH.fullmatch(i.operands)):
+                lines.append((i.address, i.opcode, both[2], i.predicate))
+                lines.append((-1, "ISETP", f"{both[1]}, PT, RZ, RZ, PT", i.predicate))
+            elif zeros := ZEROS.fullmatch(f"{i.opcode} {i.operands}"):
+                pair = registers_from(int(zeros[1]), i.opcode)
+                lines += [(i.address, "MOV", f"{register}, RZ", i.predicate) for register in pair]
             else:
                 lines.append((i.address, i.opcode, i.operands, i.predicate))
         ends = graph.successors[block]

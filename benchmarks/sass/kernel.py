@@ -12,9 +12,12 @@ from .disassembly import Function, Instruction
 from .gpus import GPU
 from .loops import Loop, body, control_flow, find_loops, trip
 
-# How many of the N x N products (S = Q K^T, O = P V; backward S, dP, dV, dK, dQ) a kernel computes for each
-# (query, key) pair, by how its name begins.
-PRODUCTS = {"attn_bwd_dkdv": 4, "attn_bwd_dq": 3, "attn_bwd_bias": 2, "attn_fwd": 2, "attn_decode": 2}
+# How many of the N x N products (S = Q K^T, O = P V; backward S, dP, dV, dK, dQ; forward mode S, two for its
+# tangent, one each with V and its tangent) a kernel computes for each (query, key) pair, by how its name
+# begins.
+PRODUCTS = {
+    "attn_bwd_dkdv": 4, "attn_bwd_dq": 3, "attn_bwd_bias": 2, "attn_fwd": 2, "attn_decode": 2, "attn_jvp": 5
+}  # fmt: skip
 NAME = re.compile(r"attn_.*?_(?P<dtype>f16|bf16|tf32|f32|f64)(?:_d(?P<head_dim>\d+))?(?:_[a-z]+)?$")
 
 

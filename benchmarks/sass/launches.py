@@ -43,12 +43,17 @@ def _launches(launch_plan: Callable, arch: str, problems: set[str]) -> dict[str,
                 "sinks": torch.zeros(heads),
             }
             sums = torch.float64 if name == "float64" else torch.float32
-            backward = {"out": q, "grad_out": q, "lse": torch.zeros(1, heads, queries, dtype=sums)}
+            saved = {"out": q, "lse": torch.zeros(1, heads, queries, dtype=sums)}
+            directions = (
+                {"direction": "forward"},
+                {"direction": "backward", **saved, "grad_out": q},
+                {"direction": "jvp", **saved},
+            )
             tf32 = (False, True) if name == "float32" else (False,)
-            for terms, io, allow_tf32 in itertools.product(({}, every_term), ({}, backward), tf32):
+            for terms, io, allow_tf32 in itertools.product(({}, every_term), directions, tf32):
                 options = {"arch": arch, "allow_tf32": allow_tf32, **io, **terms}
                 try:
-                    plan = launch_plan(q, k, k, direction="backward" if io else "forward", **options)
+                    plan = launch_plan(q, k, k, **options)
                 except (RuntimeError, ValueError) as error:  # reported: it is no fault of the machine code
                     problems.add(str(error))
                     continue

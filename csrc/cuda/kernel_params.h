@@ -33,6 +33,11 @@ struct BackwardParams {
   bool of_float_mask = false;  // the bias kernel writes grad_float_mask, not grad_bias
 };
 
+struct JvpParams {
+  AttentionParams problem;
+  JvpIO io;
+};
+
 // Whether a bias or float mask takes the gradient of the scores as it is, summed over nothing: the dQ kernels write it
 // then. `size`: its own shape. Planner and kernels must agree.
 ATTN_HOST_DEVICE inline bool takes_scores(const AttentionParams& p, const StridedView& grad,

@@ -7,6 +7,7 @@
 #include "simt/tile_sizes.h"
 #include "sm80/backward_sizes.h"
 #include "sm80/decode_sizes.h"
+#include "sm80/jvp_sizes.h"
 #include "sm80/tile_sizes.h"
 
 namespace attn_ext::cuda {
@@ -243,6 +244,23 @@ std::vector<Buffer> backward_buffers(const AttentionParams& p, const BackwardIO&
   return std::move(buffers.list);
 }
 
+std::vector<Buffer> jvp_buffers(const AttentionParams& p, const JvpIO& io) {
+  Buffers buffers;
+  buffers.add_inputs(p);
+  buffers.add("out", io.out, p.batch, p.heads_q, p.len_q, p.dim_v);
+  buffers.add("lse_parts", io.lse_parts, p.batch, p.heads_q, p.len_q, 2);
+  buffers.add("tangent_q", io.tangent_q, p.batch, p.heads_q, p.len_q, p.dim_qk);
+  buffers.add("tangent_k", io.tangent_k, p.batch, p.heads_kv, p.len_k, p.dim_qk);
+  buffers.add("tangent_v", io.tangent_v, p.batch, p.heads_kv, p.len_k, p.dim_v);
+  buffers.add("tangent_bias", io.tangent_bias, p.batch, p.heads_q, p.len_q, p.len_k);
+  buffers.add("tangent_float_mask", io.tangent_float_mask, p.batch, p.heads_q, p.len_q, p.len_k);
+  buffers.add("tangent_alibi_slopes", io.tangent_alibi_slopes, p.batch, p.heads_q, 1, 1);
+  buffers.add("tangent_sinks", io.tangent_sinks, 1, p.heads_q, 1, 1);
+  buffers.add("tangent_out", io.tangent_out, p.batch, p.heads_q, p.len_q, p.dim_v);
+  buffers.add("tangent_lse", io.tangent_lse, p.batch, p.heads_q, p.len_q, 1);
+  return std::move(buffers.list);
+}
+
 bool needs_aligned_rows(const AttentionParams& p) { return bucket(p) != 0; }
 
 int64_t forward_workspace_bytes(const AttentionParams& p, const Target& target) {
@@ -334,6 +352,20 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
     add("attn_bwd_sums_" + sum_type, p.heads_q, kBackwardSumThreads, 0);
   }
   return plan;
+}
+
+Plan plan_jvp(const AttentionParams& p, const JvpIO& io, const Target&) {
+  check_sizes(p);
+  if (p.batch * p.heads_q * p.len_q == 0) return {};
+  const JvpParams params{p, io};
+  const int head_dim = bucket(p);
+  if (head_dim == 0) {
+    const simt::Sizes sizes = simt::sizes(p);
+    return {make_launch(any_dim_kernel("attn_jvp", p), simt::forward_blocks(p, sizes), simt::kThreads,
+                        sizes.jvp_bytes, params)};
+  }
+  return {make_launch(tensor_core_kernel("attn_jvp", p, ""), jvp_blocks(p, head_dim),
+                      jvp_tile(head_dim).threads(), jvp_shared_bytes(head_dim), params)};
 }
 
 }  // namespace attn_ext::cuda

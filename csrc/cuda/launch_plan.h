@@ -38,15 +38,17 @@ int64_t backward_workspace_bytes(const AttentionParams&, const BackwardIO&, cons
 
 Plan plan_forward(const AttentionParams&, const ForwardOutput&, void* workspace, const Target&);
 Plan plan_backward(const AttentionParams&, const BackwardIO&, void* workspace, const Target&);
+Plan plan_jvp(const AttentionParams&, const JvpIO&, const Target&);
 
 // For whoever runs or checks a plan without a GPU. Tensors without elements are left out.
 std::vector<Buffer> forward_buffers(const AttentionParams&, const ForwardOutput&, void* workspace,
                                     const Target&);
 std::vector<Buffer> backward_buffers(const AttentionParams&, const BackwardIO&, void* workspace,
                                      const Target&);
+std::vector<Buffer> jvp_buffers(const AttentionParams&, const JvpIO&);
 
-// Whether the kernels for this problem read q, k, v and grad_out in 16-byte pieces: then these need addresses that
-// are multiples of 16 bytes, and strides too.
+// Whether the kernels for this problem read q, k, v, their tangents and grad_out in 16-byte pieces: then these need
+// addresses that are multiples of 16 bytes, and strides too.
 bool needs_aligned_rows(const AttentionParams&);
 
 }  // namespace attn_ext::cuda

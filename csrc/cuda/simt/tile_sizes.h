@@ -26,9 +26,10 @@ struct SharedMemory : Layout {
   static constexpr int kStage = kScoreStage > kRowStage ? kScoreStage : kRowStage;
   static constexpr int kTileSize = L::kQueries * L::kTilePitch;
   static constexpr int kRowSums = 2 * L::kQueries;   // forward: max, sum
-  static constexpr int kRowState = 3 * L::kQueries;  // backward: max, log, delta
+  static constexpr int kRowState = 3 * L::kQueries;  // max, log; backward: delta, forward mode: lse.
 
   static constexpr int kForwardBytes = int(sizeof(T)) * (2 * kStage + kTileSize + kRowSums);
+  static constexpr int kJvpBytes = int(sizeof(T)) * (2 * kStage + kTileSize + kRowState);
   static constexpr int kBackwardBytes = int(sizeof(T)) * (2 * kStage + kTileSize + 2 * kRowState);
 };
 
@@ -84,12 +85,13 @@ using Tf32Tile = SharedMemory<float, Tf32Layout>;
 
 // The same for host code.
 struct Sizes {
-  int queries, keys, columns, forward_bytes, backward_bytes;
+  int queries, keys, columns, forward_bytes, jvp_bytes, backward_bytes;
 };
 
 template <class Tile>
 constexpr Sizes sizes_of_tile() {
-  return {Tile::kQueries, Tile::kKeys, Tile::kColumns, Tile::kForwardBytes, Tile::kBackwardBytes};
+  return {Tile::kQueries,      Tile::kKeys,     Tile::kColumns,
+          Tile::kForwardBytes, Tile::kJvpBytes, Tile::kBackwardBytes};
 }
 
 constexpr bool in_tf32(const AttentionParams& p) { return p.allow_tf32 && p.q.dtype == DType::kFloat32; }
@@ -106,7 +108,7 @@ ATTN_HOST_DEVICE constexpr int64_t pieces_or_one(int64_t n, int64_t size) {
 }
 
 // Blocks of each kernel, the fastest index first:
-// forward (query tile, chunk of Dv, head, batch)
+// forward and forward mode (query tile, chunk of Dv, head, batch)
 constexpr int64_t forward_blocks(const AttentionParams& p, const Sizes& z) {
   return pieces(p.len_q, z.queries) * pieces_or_one(p.dim_v, z.columns) * p.heads_q * p.batch;
 }

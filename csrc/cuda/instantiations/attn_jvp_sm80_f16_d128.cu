@@ -1,0 +1,11 @@
+#include "../registry.h"
+#include "../sm80/jvp.cuh"
+
+namespace cuda = attn_ext::cuda;
+
+extern "C" __global__ void __launch_bounds__(cuda::jvp_tile(128).threads(), cuda::jvp_tile(128).blocks)
+    attn_jvp_sm80_f16_d128(const __grid_constant__ cuda::JvpParams params) {
+  cuda::Jvp<cuda::f16, 128>::run(params);
+}
+
+ATTN_REGISTER_KERNEL(attn_jvp_sm80_f16_d128)
