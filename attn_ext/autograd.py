@@ -7,6 +7,8 @@ the small tensors. Tangents (forward mode) do the same. Derivatives of either, s
 modes, come from :mod:`attn_ext.second_order`, block by block. :mod:`attn_ext.batching` has the rules of vmap.
 """
 
+import functools
+import sys
 from typing import NamedTuple
 
 import torch
@@ -72,19 +74,38 @@ def attention(
         # gradient without a word. It cannot trace this question there, so the graph breaks and eager code
         # answers.
         torch._C._functorch.maybe_current_level()
-        return _Attention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
-    if in_transform():
-        return _TransformedAttention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
+    if torch.compiler.is_compiling() or in_transform():
+        apply = apply_of(_Attention, _TransformedAttention)
+        return apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return _EagerAttention.apply(*tensors[:3], *options.with_tensors(*tensors[3:]))
     return _below_autograd(_forward_op, *tensors[:3], *options.with_tensors(*tensors[3:]))
 
 
 def in_transform():
-    """Whether eager code runs inside torch.func's transforms or forward-mode AD. False in compiled code."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether eager code runs inside torch.func's transforms or forward-mode AD. Not for compiled code.
+
+    It must not ask whether it is being compiled: code that Dynamo gives up, as it does for dual numbers, runs
+    with Dynamo still looking, which would compile this by itself, and for good.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def apply_of(plain, transformed):
+    """The apply of ``plain``, or inside transforms that of ``transformed``, a Function with all derivatives.
+
+    Of the latter Dynamo compiles no part: it fails on the steps of a Function that it meets by themselves.
+    """
+    if torch.compiler.is_compiling() and forward_ad._current_level < 0:  # a graph knows the level it is for
+        return plain.apply
+    if not in_transform():
+        return plain.apply
+    return _outside_graphs(transformed) if "torch._dynamo" in sys.modules else transformed.apply
+
+
+@functools.cache
+def _outside_graphs(function):
+    return torch.compiler.disable(function.apply)
 
 
 def plain_attention(q, k, v, scale, causal):

@@ -36,8 +36,7 @@ def column_sums(
         t if t is None or t.dtype == torch.bool else t.to(dtype)
         for t in (bias, float_mask, bool_mask, alibi_slopes, sinks)
     ]
-    function = _TransformedColumnSums if autograd.in_transform() else _ColumnSums
-    return function.apply(
+    return autograd.apply_of(_ColumnSums, _TransformedColumnSums)(
         q.to(dtype),
         _repeat_heads(k, q).to(dtype),
         lse_parts,
@@ -58,8 +57,7 @@ def mean_heads(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengt
     args = (q, _repeat_heads(k, q), bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options)
     if len(_chunks(q, k)) == 1 and q.shape[1] > 0:  # nothing to take in parts
         return _weights(*args).mean(1).to(q.dtype)
-    function = _TransformedMeanHeads if autograd.in_transform() else _MeanHeads
-    return function.apply(*args).to(q.dtype)
+    return autograd.apply_of(_MeanHeads, _TransformedMeanHeads)(*args).to(q.dtype)
 
 
 def _weights(q, k, bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options):
@@ -217,7 +215,7 @@ def _differentiable(name, *args):
         return getattr(torch.ops.attn_ext, name)(*args)
     if name == "attention_backward":
         return autograd._AttentionBackward.apply(*args)
-    return (autograd._TransformedAttention if autograd.in_transform() else autograd._Attention).apply(*args)
+    return autograd.apply_of(autograd._Attention, autograd._TransformedAttention)(*args)
 
 
 # Where the query heads lie in each of q, k, bias, mask, alibi_slopes, sinks.

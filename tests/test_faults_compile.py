@@ -10,6 +10,7 @@ import torch
 from oracle import HALF, assert_close, oracle, qkv, randn
 from other_python import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import vmap
 
 from attn_ext import attention, scaled_dot_product_attention
@@ -165,7 +166,7 @@ def test_default_backend_and_its_cache_in_a_second_process(tmp_path):
     program = """
 import torch, attn_ext
 torch.set_num_threads(1)
-run = lambda q, bias: attn_ext.attention(q, q.sin(), q.cos(), bias=bias, causal=True)
+run = lambda q, bias: attention(q, q.sin(), q.cos(), bias=bias, causal=True)
 inputs = torch.linspace(-9, 9, 160).sin().view(1, 2, 10, 8), torch.linspace(0, 1, 100).view(10, 10)
 results = []
 for function in (run, torch.compile(run, fullgraph=True)):
@@ -247,3 +248,39 @@ def test_fake_tensors_promise_what_the_kernel_returns(dtype):
                     made = (out, lse, *torch.autograd.grad((out, lse), x, ones))
                     got.append([(t.shape, t.dtype, t.stride()) for t in made])
             assert got[0] == got[1]
+
+
+COMPILED = {
+    "sdpa": scaled_dot_product_attention,
+    "attention": lambda q, k, v: attention(q, k, v, causal=True, return_lse=True),
+    "colsum": lambda q, k, v: attention(q, k, v, return_weights="colsum"),
+    "mean_heads": lambda q, k, v: attention(q, k, v, return_weights="mean_heads"),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("before", ["nothing", "plain numbers", "a gradient"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_dual_numbers_through_compiled_code(name, before):
+    """Fault: a graph that was made for plain numbers drops the tangents without a word."""
+    function = COMPILED[name]
+    compiled = torch.compile(function, backend="aot_eager")
+    x = qkv(len_q=5, len_k=5)
+    if before == "plain numbers":
+        compiled(*x)
+    elif before == "a gradient":
+        made = compiled(*(t.clone().requires_grad_() for t in x))
+        (made if isinstance(made, torch.Tensor) else made[0]).sum().backward()
+    moving = [randn(*t.shape, seed=9 + n) for n, t in enumerate(x)]
+
+    def tangents(f):
+        with forward_ad.dual_level():
+            made = f(*map(forward_ad.make_dual, x, moving))
+            made = (made,) if isinstance(made, torch.Tensor) else made
+            return [forward_ad.unpack_dual(t).tangent.clone() for t in made]
+
+    expected = tangents(function)
+    torch.testing.assert_close(tangents(compiled), expected)
+    made = torch.func.jvp(compiled, tuple(x), tuple(moving))[1]
+    torch.testing.assert_close([made] if isinstance(made, torch.Tensor) else list(made), expected)
+    torch.testing.assert_close(compiled(*x), function(*x))

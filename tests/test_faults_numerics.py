@@ -119,6 +119,28 @@ def test_what_stands_in_a_hidden_value_gives_nan_or_nothing(rule):
         assert out[1, 0, :, 3].isnan().all() or torch.equal(out, clean)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("len_q", [1, 6, 300])
+@pytest.mark.parametrize("sink", [None, 0.5, -INF])
+def test_a_row_that_sees_nothing_is_0_beside_a_value_that_is_nan(dtype, len_q, sink):
+    # pytorch#103963 and #101967 together: a sum of no value is 0, not 0 * NaN; so are its tangents
+    q, k, v = qkv(len_q=len_q, len_k=200, dtype=dtype)
+    v[:, :, 3] = NAN
+    mask = torch.ones(1, 1, len_q, 200, dtype=torch.bool)
+    mask[:, :, 0] = False
+    options = {} if sink is None else {"sinks": torch.full((2,), sink, dtype=dtype)}
+    for terms in ({"mask": mask}, {"bias": torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -INF)}):
+
+        def call(*x, terms=terms):
+            return attention(*x, **terms, **options, return_lse=True)
+
+        (out, lse), (tangent, tangent_lse) = torch.func.jvp(call, (q, k, v), (q, k, v))
+        assert not out[:, :, 0].any()
+        assert (lse[:, :, 0] == (-INF if sink is None else sink)).all()
+        assert not tangent[:, :, 0].any()
+        assert not tangent_lse[:, :, 0].any()
+
+
 def test_values_beyond_key_lengths_are_never_read():
     # flash-attention#1745: unused slots of a cache hold NaN
     for len_q in (1, 6, 300):

@@ -1,9 +1,9 @@
 // Forward: online softmax over key blocks (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //
-//   for each query tile:   m = -inf (or the sink), l = 0 (or 1), O = 0
+//   for each query tile:   m = -inf, l = 0, O = 0
 //     for each key block:  S = logits(Q K^T);  m' = max(m, rowmax S);  P = exp(S - m');  a = exp(m - m')
 //                          l = a l + rowsum P;  O = a O + dropout(P) V;  m = m'
-//     out = O / l,  lse = m + log l
+//     a sink joins m and l;  out = O / l,  lse = m + log l
 namespace attn_ext {
 namespace ATTN_ISA {
 
@@ -42,12 +42,9 @@ class ForwardUnit {
 
  private:
   void start() {
-    T first_max = -infinity<T>();
-    if (p_.sinks.present) first_max = read_one<T>(p_.sinks.at(0, h_, 0, 0), p_.sinks.dtype);
-    const T first_sum = first_max == -infinity<T>() ? T(0) : T(1);
     for (int64_t r = 0; r < rows_; r++) {
-      max_[r] = first_max;
-      sum_[r] = first_sum;
+      max_[r] = -infinity<T>();
+      sum_[r] = T(0);
     }
     for (int64_t x = 0; x < rows_ * ld_o_; x++) out_[x] = T(0);
   }
@@ -93,16 +90,26 @@ class ForwardUnit {
   }
 
   void finish() {
+    const T sink = p_.sinks.present ? read_one<T>(p_.sinks.at(0, h_, 0, 0), p_.sinks.dtype) : -infinity<T>();
     for (int64_t r = 0; r < rows_; r++) {
+      const bool empty = sum_[r] == T(0);
+      T top = empty ? -infinity<T>() : max_[r], sum = sum_[r], rescale = T(1);
+      if (sink != -infinity<T>()) {  // one more logit in the sum, without a key
+        const T now = sink > top ? sink : top;
+        rescale = exp<T>(splat<T>(top - now))[0];
+        sum = sum * rescale + exp<T>(splat<T>(sink - now))[0];
+        top = now;
+      }
       T* o = out_ + r * ld_o_;
-      const T inverse = sum_[r] == T(0) ? T(0) : T(1) / sum_[r];
-      for (int64_t d = 0; d < ld_o_; d += kLanes<T>) store<T>(o + d, load(o + d) * inverse);
+      const T factor = rescale / sum;
+      // No key took part: 0, whatever hidden values were multiplied by 0.
+      for (int64_t d = 0; d < ld_o_; d += kLanes<T>) store<T>(o + d, empty ? Vec<T>{} : load(o + d) * factor);
       write_row<T>(o_.out.at(b_, h_, i0_ + r, 0), o_.out.dtype, p_.dim_v, o);
-      const double log_sum = sum_[r] == T(0) ? 0.0 : __builtin_log(double(sum_[r]));
+      const double log_sum = sum == T(0) ? 0.0 : __builtin_log(double(sum));
       T* parts = reinterpret_cast<T*>(o_.lse_parts.at(b_, h_, i0_ + r, 0));
-      parts[0] = sum_[r] == T(0) ? -infinity<T>() : max_[r];
+      parts[0] = top;
       parts[1] = T(log_sum);
-      *reinterpret_cast<T*>(o_.lse.at(b_, h_, i0_ + r, 0)) = T(double(parts[0]) + log_sum);
+      *reinterpret_cast<T*>(o_.lse.at(b_, h_, i0_ + r, 0)) = T(double(top) + log_sum);
     }
   }
 

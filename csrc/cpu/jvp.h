@@ -24,9 +24,10 @@ class TangentUnit {
     q_ = scratch<T>(kQuery, 2 * rows * ld_q_);
     tangent_q_ = q_ + rows * ld_q_;
     out_ = scratch<T>(kOutput, rows * ld_v_);
-    max_ = scratch<T>(kState, 3 * rows);
+    max_ = scratch<T>(kState, 4 * rows);
     minus_log2_ = max_ + rows;
     tangent_lse_ = minus_log2_ + rows;
+    prob_sum_ = tangent_lse_ + rows;
     prob_ = scratch<T>(kScore, kStripRows * kBlockKeys);
     moved_ = scratch<T>(kGradScore, 2 * kStripRows * kBlockKeys);
     if (has_cap<T>(p)) cap_slope_ = scratch<T>(kCapSlope, kStripRows * kBlockKeys);
@@ -64,7 +65,7 @@ class TangentUnit {
       const T* parts = lse_parts(r);
       max_[r] = parts[0] == -infinity<T>() ? infinity<T>() : parts[0];  // then P is 0
       minus_log2_[r] = parts[1] * T(-kLog2E);
-      tangent_lse_[r] = T(0);
+      tangent_lse_[r] = prob_sum_[r] = T(0);
     }
     for (int64_t x = 0; x < rows_ * ld_v_; x++) out_[x] = T(0);
     tangent_slope_ = io_.tangent_alibi_slopes.present ? read_one<T>(io_.tangent_alibi_slopes.at(b_, h_, 0, 0),
@@ -134,9 +135,10 @@ class TangentUnit {
       dropout_factors<T>(p_.dropout, b_, h_, i0_ + r, j0, n, factor);
       for (int64_t j = n; j < padded<T>(n); j++) factor[j] = T(0);
     }
-    Vec<T> total = {};
+    Vec<T> total = {}, prob_sum = {};
     for (int64_t j = 0; j < padded<T>(n); j += kLanes<T>) {
       Vec<T> p = recomputed_prob<T, SimdTypes<T>::kExpDegree>(load(prob + j), max_[r], minus_log2_[r]);
+      prob_sum += p;
       if (moves_scores_) {
         // A key with P = 0 has no part in it, whatever K and the tangents hold there.
         Vec<T> ps = p == Vec<T>{} ? Vec<T>{} : p * load(moved + j);
@@ -146,6 +148,7 @@ class TangentUnit {
       store<T>(prob + j, drops ? p * load(factor + j) : p);
     }
     tangent_lse_[r] += reduce_add<T>(total);
+    prob_sum_[r] += reduce_add<T>(prob_sum);
   }
 
   void finish() {
@@ -160,6 +163,9 @@ class TangentUnit {
         tangent_lse_[r] += exp<T>(splat<T>(sink - lse_parts(r)[0] - lse_parts(r)[1]))[0] * tangent_sink;
       }
       T* out = out_ + r * ld_v_;
+      if (prob_sum_[r] == T(0)) {  // no key took part, whatever hidden values were multiplied by 0
+        for (int64_t d = 0; d < ld_v_; d++) out[d] = T(0);
+      }
       if (tangent_lse_[r] != T(0)) {
         read_row<T>(io_.out.at(b_, h_, i, 0), io_.out.dtype, p_.dim_v, primal);
         for (int64_t d = 0; d < p_.dim_v; d++) out[d] -= tangent_lse_[r] * primal[d];
@@ -201,7 +207,8 @@ class TangentUnit {
   const bool few_;
   const int64_t ld_q_, ld_v_;
   const bool moves_scores_;
-  T *q_, *tangent_q_, *out_, *max_, *minus_log2_, *tangent_lse_, *prob_, *moved_, *cap_slope_ = nullptr;
+  T *q_, *tangent_q_, *out_, *max_, *minus_log2_, *tangent_lse_, *prob_sum_, *prob_, *moved_,
+      *cap_slope_ = nullptr;
   T *key_ = nullptr, *tangent_key_ = nullptr, *value_ = nullptr, *tangent_value_ = nullptr, *strip_ = nullptr;
   T tangent_slope_ = T(0);
 };
