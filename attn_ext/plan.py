@@ -62,7 +62,7 @@ class LaunchPlan:
 
 def launch_plan(
     q, k, v, *, direction="forward", arch="sm_80", multiprocessors=None, out=None, lse=None, grad_out=None,
-    grad_lse=None, tangents=None, allow_tf32=None, **options,
+    grad_lse=None, gradients=None, tangents=None, allow_tf32=None, **options,
 ):  # fmt: skip
     """Which CUDA kernels a call of :func:`attn_ext.attention` would launch, and how. Launches nothing.
 
@@ -75,14 +75,16 @@ def launch_plan(
         out, lse: backward and jvp: what the forward returned. lse is (B, Hq, Nq), or (B, Hq, Nq, 2): the two
             parts of it that attention's own backward uses, ``results["lse_parts"]`` of a forward plan.
         grad_out, grad_lse: backward only: their gradients; grad_lse may be None.
-        tangents: jvp only: {name of an argument: its tangent} for any of q, k, v, bias, mask (of floats),
-            alibi_slopes, sinks, each of the argument's shape; those left out are zero.
+        gradients: backward only: whose gradients are wanted, names among q, k, v, bias, mask, alibi_slopes
+            and sinks; None: those of all that are given.
+        tangents: jvp only: {name of an argument: its tangent} for any of the same, each of the argument's
+            shape; those left out are zero. A mask has a gradient or tangent if it is one of floats.
         allow_tf32: whether products of float32 may be in TF32; None: as torch's switch says
             (``torch.backends.cuda.matmul.allow_tf32``), whatever device the tensors are on.
         **options: those of attention() that shape the result (mask, bias, causal, dropout_p, ...).
 
     Returns:
-        LaunchPlan. In the backward every tensor that may have a gradient gets one.
+        LaunchPlan.
 
     Raises:
         TypeError, ValueError: as attention() does, and for an unknown direction, arch or tangent.
@@ -101,15 +103,19 @@ def launch_plan(
         raise arguments.ArgumentValueError(f"multiprocessors must be an int > 0, got {multiprocessors!r}")
     target = (int(arch.removeprefix("sm_")), multiprocessors)
     bias, float_mask, _, alibi_slopes, sinks, *_ = terms
-    differentiable = (q, k, v, bias, float_mask, alibi_slopes, sinks)
+    given = dict(zip(_DIFFERENTIABLE, (q, k, v, bias, float_mask, alibi_slopes, sinks), strict=True))
     if direction == "forward":
         encoded, *tensors = torch.ops.attn_ext.attention_forward_plan(q, k, v, *target, *call)
         names = ("out", "lse", "lse_parts")
     elif direction == "backward":
         parts = _saved(direction, out=out, lse=lse, grad_out=grad_out)
-        wanted = sum(1 << n for n, t in enumerate(differentiable) if t is not None)
+        wanted = [name for name, t in given.items() if t is not None]
+        if gradients is not None:
+            _check_names("gradients", gradients, given)
+            wanted = gradients
+        output_mask = sum(1 << n for n, name in enumerate(given) if name in wanted)
         encoded, *tensors = torch.ops.attn_ext.attention_backward_plan(
-            grad_out, grad_lse, q, k, v, out, parts, wanted, *target, *call
+            grad_out, grad_lse, q, k, v, out, parts, output_mask, *target, *call
         )
         names = (
             "grad_q", "grad_k", "grad_v", "grad_bias", "grad_float_mask", "grad_alibi_slopes", "grad_sinks"
@@ -117,7 +123,7 @@ def launch_plan(
         call = (*call, out, parts, grad_out, grad_lse)
     elif direction == "jvp":
         parts = _saved(direction, out=out, lse=lse)
-        moving = _moving(tangents or {}, differentiable)
+        moving = _moving(tangents or {}, given)
         encoded, *tensors = torch.ops.attn_ext.attention_jvp_plan(
             q, k, v, out, parts, *moving, *target, *call
         )
@@ -158,20 +164,24 @@ def _saved(direction, *, lse, **tensors):
     return lse if lse.dim() == 4 else torch.stack([lse, torch.zeros_like(lse)], dim=-1)
 
 
-_MOVING = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
 
 
-def _moving(tangents, tensors):
-    """The tangents in the order of ``tensors``, in their shapes; None where there is none."""
-    given = dict(zip(_MOVING, tensors, strict=True))
-    for name, t in tangents.items():
-        if given.get(name) is None:
+def _check_names(what, names, given):
+    allowed = [name for name, t in given.items() if t is not None]
+    for name in names:
+        if name not in allowed:
             raise arguments.ArgumentValueError(
-                f"tangents may be of the floating-point tensors among {', '.join(_MOVING)} that the call was "
-                f"given, got {name!r}"
+                f"{what} may name {', '.join(allowed)} in this call, got {name!r}"
             )
+
+
+def _moving(tangents, given):
+    """The tangents in the ops' order and in the shapes of their tensors; None where there is none."""
+    _check_names("tangents", tangents, given)
+    for name, t in tangents.items():
         if t.numel() != given[name].numel():
             raise arguments.ArgumentValueError(
                 f"the tangent of {name} must have its shape {tuple(given[name].shape)}, got {tuple(t.shape)}"
             )
-    return [tangents[n].reshape(given[n].shape) if n in tangents else None for n in _MOVING]
+    return [tangents[name].reshape(t.shape) if name in tangents else None for name, t in given.items()]

@@ -23,14 +23,8 @@ namespace attn_ext {
 
 enum class DType : int32_t { kFloat64, kFloat32, kFloat16, kBFloat16, kBool };
 
-ATTN_HOST_DEVICE inline int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64: return 8;
-    case DType::kFloat32: return 4;
-    case DType::kBool: return 1;
-    default: return 2;
-  }
-}
+// Bytes of a number: one digit for each type, without the branches that a switch would put into the kernels.
+ATTN_HOST_DEVICE inline int64_t size_of(DType dtype) { return 0x12248 >> 4 * int32_t(dtype) & 15; }
 
 // A tensor seen as (batch, head, row, column). Strides count elements; a broadcast axis has stride 0.
 struct StridedView {

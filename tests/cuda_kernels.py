@@ -192,6 +192,8 @@ class _Planned(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         given = {"out": out, "lse": parts, "grad_out": grad_out, "grad_lse": grad_lse}
+        needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
+        given["gradients"] = [name for name, wanted in needed if wanted]
         results = ctx.run(ctx_plan(ctx, tensors, direction="backward", **given))
         grads = []
         for name, t in zip(ctx.names, tensors, strict=True):

@@ -60,15 +60,35 @@ def test_a_kernel_that_no_file_exports_is_named():
         cuda_kernels.source_of("attn_fwd_by_magic")
 
 
+UNUSED = ROTATE.replace("  o[t] = v;", "  while (v > 99) v = v * 7 % 1000;\n  o[t] = v;")
+
+
 @nvcc.needed
 def test_lines_that_no_process_reached():
-    loop = ROTATE.replace("  o[t] = v;", "  while (v > 99) v = v * 7 % 1000;\n  o[t] = v;")
-    text = nvcc.ptx_of_text(HEAD + loop, flags=("-lineinfo",))
+    text = nvcc.ptx_of_text(HEAD + UNUSED, flags=("-lineinfo",))
     lines = ptxrun.Module(text).launch("k", 1, 64, [np.zeros(64, np.int32)]).unexecuted
     assert lines
-    assert {kernel_lines.described(text, n).split(": ", 1)[1] for n in lines} == {
-        "while (v > 99) v = v * 7 % 1000;"
-    }
+    origin = kernel_lines.source_lines(text)
+    assert {kernel_lines.place(origin, n)[2] for n in lines} == {"while (v > 99) v = v * 7 % 1000;"}
+
+
+@nvcc.needed
+def test_what_stands_behind_a_shut_gate_belongs_to_it():
+    # Fault: every line needs a reason of its own, or a gate is taken for part of what stands behind another.
+    nested = (
+        "  if (v > 99) { if (v % 3) o[1] = t; else o[2] = v; __syncthreads(); }\n  if (t > 99) o[3] = v;\n"
+    )
+    text = nvcc.ptx_of_text(
+        HEAD + ROTATE.replace("  o[t] = v;", nested + "  o[t] = v;"), flags=("-lineinfo",)
+    )
+    lines = set(ptxrun.Module(text).launch("k", 1, 64, [np.zeros(64, np.int32)]).unexecuted)
+    (first, _, many), (second, _, few) = kernel_lines.gates(text, "k", lines)
+    assert many + few == len(lines)
+    assert few <= len(second) + 1 < many  # a branch may follow a gate's first block
+    origin = kernel_lines.source_lines(text)
+    assert {kernel_lines.place(origin, n)[2] for n in second} == {"if (t > 99) o[3] = v;"}
+    reached = lines - set(first)  # as if a thread had gone there, and no further
+    assert len(kernel_lines.gates(text, "k", reached)) == 3
 
 
 def test_lines_are_merged_over_processes():
@@ -79,24 +99,30 @@ def test_lines_are_merged_over_processes():
 @nvcc.needed
 def test_lines_without_a_reason_are_reported(monkeypatch, tmp_path):
     # Faults: a pattern that explains nothing or all; the same code of two architectures counted twice.
-    loop = ROTATE.replace("  o[t] = v;", "  while (v > 99) v = v * 7 % 1000;\n  o[t] = v;")
-    texts = {arch: nvcc.ptx_of_text(HEAD + loop, arch, ("-lineinfo",)) for arch in ("sm_80", "sm_86")}
+    texts = {arch: nvcc.ptx_of_text(HEAD + UNUSED, arch, ("-lineinfo",)) for arch in ("sm_80", "sm_86")}
     lines = set(ptxrun.Module(texts["sm_80"]).launch("k", 1, 64, [np.zeros(64, np.int32)]).unexecuted)
     monkeypatch.setattr(cuda_kernels, "ptx", lambda kernel, arch: texts[arch])
     monkeypatch.setattr(cuda_kernels, "INSTANTIATIONS", tmp_path)
     merged = {("k", "sm_80"): lines, ("k", "sm_86"): lines | {max(lines) + 1}}
 
-    monkeypatch.setattr(kernel_lines, "EXPECTED", [(r"for \(", "another line")])
-    text, unexplained = kernel_lines.report(merged)
+    others = [
+        ("k", r"for \(", "another line"),
+        ("kk|.", r"while \(v > 9\)", "no line"),
+        ("kernel", "v", "no kernel"),
+    ]
+    monkeypatch.setattr(kernel_lines, "EXPECTED", others)
+    text, failures = kernel_lines.report(merged)
     assert text.startswith(f"k (sm_80): {len(lines)} PTX lines")
-    assert "sm_86" not in text
-    (row,) = unexplained
+    assert "k (sm_86)" not in text
+    row, *stale = failures
     assert "while (v > 99)" in row
+    assert len(stale) == len(others)
+    assert all(word in line for word, line in zip(["for", "kk", "kernel"], stale, strict=True))
 
-    monkeypatch.setattr(kernel_lines, "EXPECTED", [(r"while \(v > 99\).* \| ", "v is below 64")])
-    text, unexplained = kernel_lines.report(merged)
+    monkeypatch.setattr(kernel_lines, "EXPECTED", [("k", r"while \(v > 99\).* \| ", "v is below 64")])
+    text, failures = kernel_lines.report(merged)
     assert "v is below 64" in text
-    assert unexplained == []
+    assert failures == []
     assert kernel_lines.report({}) == ("", [])
 
     (tmp_path / "toy.cu").touch()

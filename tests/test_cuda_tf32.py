@@ -231,3 +231,32 @@ def test_the_planner_takes_tf32_where_it_may():
     for dtype, name in ((torch.float64, "attn_fwd_simt_f64"), (torch.float16, "attn_fwd_sm80_f16_d64")):
         tensors = [t.expand(64, -1, 99, -1).to(dtype) for t in problem(1, 1, 40)]
         assert kernels(attn_ext.launch_plan(*tensors, allow_tf32=True)) == [name]
+
+
+@pytest.mark.parametrize("dim", [24, 23])
+def test_infinite_numbers_of_hidden_queries_and_keys(device, dim):
+    """As in test_cuda_kernels.py; beside a sink, rows that attend to nothing have a maximum."""
+    q, k, v = problem(64, 70, dim, 24, heads=1)
+    mask = torch.ones(1, 1, 64, 70, dtype=torch.bool)
+    mask[:, :, ::3] = mask[..., ::3] = False
+    q[:, :, ::3] = k[:, :, ::3] = INF
+    check(q, k, v, mask=mask, sinks=torch.ones(1), call=tf32_on(device), tf32=True)
+
+
+def test_nan_in_every_row(device):
+    q, k, v = problem(64, 16, 8, heads=1)
+    check(q.fill_(math.nan), k, v, call=tf32_on(device), tf32=True)
+
+
+def test_gradient_of_a_bias_alone(device):
+    """Without dQ; tiles of keys that no query sees have 0."""
+    tensors = [*problem(19, 340, 24, heads=1), randn(1, 1, 19, 340, dtype=F32, seed=5)]
+
+    def gradients(wanted):
+        q, k, v, bias = leaves = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(tensors)]
+        out, _ = tf32_on(device)(q, k, v, bias=bias, window=(120, 0), key_lengths=[250])
+        return torch.autograd.grad(out, [leaves[n] for n in wanted], randn(*out.shape, dtype=F32, seed=6))
+
+    alone, together = gradients([3])[0], gradients(range(4))[3]
+    assert torch.equal(alone, together)
+    assert not alone[..., 250:].any()

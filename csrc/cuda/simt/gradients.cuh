@@ -27,6 +27,7 @@ struct RowState {
   __device__ __forceinline__ void copy(const BackwardParams& params, int b, int h, int i0) const {
     const AttentionParams& p = params.problem;
     const int64_t first = (int64_t(b) * p.heads_q + h) * p.len_q + i0;
+#pragma unroll 1  // twice at most: no reason for more code
     for (int n = threadIdx.x; n < Z::kRowState; n += kThreads) {
       const int part = n / Z::kQueries, row = n % Z::kQueries;
       const void* from = part == 0 ? params.row_max : part == 1 ? params.row_log : params.row_delta;

@@ -35,6 +35,7 @@ struct BackwardSums {
         for (int64_t b = first; b < p.batch; b += io.alibi_batch) {
           const T* parts =
               static_cast<const T*>(params.alibi_sums) + (b * p.heads_q + h) * params.alibi_tiles;
+#pragma unroll 1  // once, unless there are more than 8192 queries
           for (int64_t t = threadIdx.x; t < params.alibi_tiles; t += kBackwardSumThreads) sum += parts[t];
         }
         sum = over_block(sum);
@@ -60,21 +61,28 @@ struct BackwardSums {
   }
 
  private:
+  // Slopes and sinks are float64 where q is; beside other types they are float32 or of q's type.
   static __device__ __forceinline__ T read(const char* address, DType dtype) {
-    switch (dtype) {
-      case DType::kFloat64: return T(*reinterpret_cast<const double*>(address));
-      case DType::kFloat32: return T(*reinterpret_cast<const float*>(address));
-      case DType::kBFloat16: return T(to_float<bf16>(*reinterpret_cast<const uint16_t*>(address)));
-      default: return T(to_float<f16>(*reinterpret_cast<const uint16_t*>(address)));
+    if constexpr (sizeof(T) == 8) {
+      return *reinterpret_cast<const T*>(address);
+    } else {
+      switch (dtype) {
+        case DType::kFloat32: return *reinterpret_cast<const float*>(address);
+        case DType::kBFloat16: return to_float<bf16>(*reinterpret_cast<const uint16_t*>(address));
+        default: return to_float<f16>(*reinterpret_cast<const uint16_t*>(address));
+      }
     }
   }
 
   static __device__ __forceinline__ void write(char* address, DType dtype, T x) {
-    switch (dtype) {
-      case DType::kFloat64: *reinterpret_cast<double*>(address) = double(x); break;
-      case DType::kFloat32: *reinterpret_cast<float*>(address) = float(x); break;
-      case DType::kBFloat16: *reinterpret_cast<uint16_t*>(address) = to_half<bf16>(float(x)); break;
-      default: *reinterpret_cast<uint16_t*>(address) = to_half<f16>(float(x));
+    if constexpr (sizeof(T) == 8) {
+      *reinterpret_cast<T*>(address) = x;
+    } else {
+      switch (dtype) {
+        case DType::kFloat32: *reinterpret_cast<float*>(address) = x; break;
+        case DType::kBFloat16: *reinterpret_cast<uint16_t*>(address) = to_half<bf16>(x); break;
+        default: *reinterpret_cast<uint16_t*>(address) = to_half<f16>(x);
+      }
     }
   }
 };
