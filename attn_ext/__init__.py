@@ -21,7 +21,7 @@ except ImportError as error:
         "There is no slower path in Python that it would fall back to."
     ) from error
 
-from . import reference
+from . import reference, viz
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .integrations.sdpa import patch_sdpa
 from .integrations.torch_modules import replace_attention

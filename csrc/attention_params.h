@@ -21,10 +21,10 @@
 
 namespace attn_ext {
 
-enum class DType : int32_t { kFloat64, kFloat32, kFloat16, kBFloat16, kBool };
+// The low four bits are the bytes of a number: kernels then learn its size without a branch.
+enum class DType : int32_t { kBool = 1, kFloat16 = 2, kFloat32 = 4, kFloat64 = 8, kBFloat16 = 16 + 2 };
 
-// Bytes of a number: one digit for each type, without the branches that a switch would put into the kernels.
-ATTN_HOST_DEVICE inline int64_t size_of(DType dtype) { return 0x12248 >> 4 * int32_t(dtype) & 15; }
+ATTN_HOST_DEVICE inline int64_t size_of(DType dtype) { return int32_t(dtype) % 16; }
 
 // A tensor seen as (batch, head, row, column). Strides count elements; a broadcast axis has stride 0.
 struct StridedView {

@@ -2,6 +2,8 @@
 
     python examples/train_char_lm.py                    two minutes on two cores; prints losses and a sample
     python examples/train_char_lm.py --compare torch    the same run again with torch.nn.MultiheadAttention
+    python examples/train_char_lm.py --position rope    other positions: also learned, alibi, t5
+    python examples/train_char_lm.py --window 16        each character sees only the last 16, itself included
     python examples/train_char_lm.py --amp              in mixed precision
 
 The text is read from the Python installation that runs this: nothing is downloaded, and its order is fixed,
@@ -12,16 +14,14 @@ layer that predicts the next character. Only one line is new: the attention is `
 
 import argparse
 import ast
-import math
 import string
-import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import fit, loss_of, option_parser
 
 import attn_ext
 
@@ -62,29 +62,49 @@ def load_text() -> dict[str, torch.Tensor]:
 
 
 def batches(codes: torch.Tensor, batch: int, context: int, seed: int):
-    """Endless random pieces of the text: inputs (batch, context) and targets, one character later."""
+    """Endless random pieces of the text: (inputs (batch, context),) and targets, one character later."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(codes) - context, (batch, 1), generator=generator)
         pieces = codes[starts + torch.arange(context + 1)]
-        yield pieces[:, :-1], pieces[:, 1:]
+        yield (pieces[:, :-1],), pieces[:, 1:]
 
 
 # ---- the model ----
 
 
-def positional_encoding(length: int, width: int) -> torch.Tensor:
-    """Sines and cosines of the position (length, width), "Attention Is All You Need", section 3.5."""
-    frequencies = torch.exp(-math.log(10000.0) * torch.arange(0, width, 2) / width)
-    angles = torch.arange(length)[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], 1)
+def inside_attention(args: argparse.Namespace) -> dict:
+    """What `--position` and `--window` give to attn_ext.MultiHeadAttention, as keyword arguments."""
+    positions = {
+        "rope": lambda: attn_ext.RotaryEmbedding(args.width // args.heads),
+        "alibi": lambda: attn_ext.ALiBi(args.heads),
+        "t5": lambda: attn_ext.T5RelativePositionBias(args.heads, bidirectional=False),
+    }
+    options = {}
+    if args.position in positions:
+        options["position"] = positions[args.position]()
+    if args.window:
+        options["window"] = (args.window - 1, 0)  # the position itself and those before it
+    return options
+
+
+def added_to_input(args: argparse.Namespace) -> nn.Module:
+    """What `--position` adds to the embedded characters (batch, length, width)."""
+    if args.position == "sinusoidal":
+        return attn_ext.SinusoidalPositionalEncoding(args.width, batch_first=True)
+    if args.position == "learned":
+        return attn_ext.LearnedPositionalEncoding(args.width, args.context, batch_first=True)
+    return nn.Identity()
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float, attention: type[nn.Module]):
+    def __init__(self, args: argparse.Namespace, attention: type[nn.Module]):
         super().__init__()
+        width, dropout = args.width, args.dropout
         self.norm1 = nn.LayerNorm(width)
-        self.attention = attention(width, heads, dropout=dropout, batch_first=True)
+        self.attention = attention(
+            width, args.heads, dropout=dropout, batch_first=True, **inside_attention(args)
+        )
         self.norm2 = nn.LayerNorm(width)
         self.feed_forward = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
@@ -103,10 +123,8 @@ class CharModel(nn.Module):
         super().__init__()
         self.context = args.context
         self.characters = nn.Embedding(len(CHARACTERS), args.width)
-        self.register_buffer("positions", positional_encoding(args.context, args.width), persistent=False)
-        self.blocks = nn.ModuleList(
-            Block(args.width, args.heads, args.dropout, ATTENTION[attention]) for _ in range(args.depth)
-        )
+        self.position = added_to_input(args)
+        self.blocks = nn.ModuleList(Block(args, ATTENTION[attention]) for _ in range(args.depth))
         self.norm = nn.LayerNorm(args.width)
         self.head = nn.Linear(args.width, len(CHARACTERS))
         # torch.nn.MultiheadAttention demands the mask that is_causal=True describes; attn_ext needs none
@@ -115,18 +133,11 @@ class CharModel(nn.Module):
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         length = codes.shape[1]
-        x = self.characters(codes) + self.positions[:length]
+        x = self.position(self.characters(codes))
         mask = None if self.causal is None else self.causal[:length, :length]
         for block in self.blocks:
             x = block(x, mask)
         return self.head(self.norm(x))
-
-
-def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, args: argparse.Namespace):
-    """Mean cross-entropy of a batch, in nats a character."""
-    with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):
-        logits = model(inputs.to(args.device))
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(args.device).flatten())
 
 
 @torch.no_grad()
@@ -154,33 +165,6 @@ def sample(model: CharModel, length: int, args: argparse.Namespace, start: str =
 # ---- training ----
 
 
-class Progress:
-    """One line on stderr that is written over; where stderr is no terminal, ten lines in all."""
-
-    def __init__(self, steps: int):
-        self.steps, self.start, self.terminal = steps, time.perf_counter(), sys.stderr.isatty()
-
-    def show(self, step: int, loss: float) -> None:
-        if not self.terminal and step % max(1, self.steps // 10):
-            return
-        elapsed = time.perf_counter() - self.start
-        left = elapsed / step * (self.steps - step)
-        filled = 30 * step // self.steps
-        bar = f"[{'#' * filled}{'.' * (30 - filled)}]"
-        line = f"{bar} {step}/{self.steps}  loss {loss:.3f}  {elapsed:.0f} s, {left:.0f} s left "
-        end = "\r" if self.terminal and step < self.steps else "\n"
-        print(line, end=end, file=sys.stderr, flush=True)
-
-
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up over the first twentieth, then half a cosine down to a tenth."""
-    warm_up = max(1, args.steps // 20)
-    if step < warm_up:
-        return args.lr * (step + 1) / warm_up
-    done = (step - warm_up) / max(1, args.steps - warm_up)
-    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
 def train(attention: str, text: dict[str, torch.Tensor], args: argparse.Namespace):
     """Train from args.seed; returns the model and {"train": loss, "validation": loss, "seconds": time}."""
     torch.manual_seed(args.seed)  # both kinds of attention draw the same initial parameters
@@ -191,23 +175,7 @@ def train(attention: str, text: dict[str, torch.Tensor], args: argparse.Namespac
     print(f"{attention}: {parameters:,} parameters, {len(text['train']):,} characters of text")
     print(f"  validation loss before training  {evaluate(model, text['validation'], args):.4f}")
 
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    # float16 gradients underflow without scaling; bfloat16 has the range of float32 and needs none
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == torch.float16)
-    source = batches(text["train"], args.batch, args.context, args.seed)
-    progress = Progress(args.steps)
-    for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        loss = loss_of(model, *next(source), args)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        progress.show(step + 1, loss.item())
-    seconds = time.perf_counter() - progress.start
+    seconds = fit(model, batches(text["train"], args.batch, args.context, args.seed), args)
 
     result = {name: evaluate(model, text[name], args) for name in ("train", "validation")}
     print(f"  validation loss after {args.steps} steps  {result['validation']:.4f}", flush=True)
@@ -215,34 +183,27 @@ def train(attention: str, text: dict[str, torch.Tensor], args: argparse.Namespac
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    threads = torch.get_num_threads()
+    parser = option_parser(__doc__.splitlines()[0], steps=600, batch=32, lr=2e-3, threads=threads)
     add = parser.add_argument
     add("--compare", choices=["torch"], help="train again with torch's attention and print both results")
-    dtypes = ["bfloat16", "float16"]
-    add("--amp", choices=dtypes, nargs="?", const=dtypes[0], help="autocast, and for float16 a GradScaler")
-    add(
-        "--device",
-        type=torch.device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to run",
-    )
-    add("--steps", type=int, default=600, help="optimiser steps")
-    add("--batch", type=int, default=32, help="pieces of text a step")
+    positions = ["sinusoidal", "learned", "rope", "alibi", "t5"]
+    add("--position", choices=positions, default=positions[0], help="how the model knows places")
+    add("--window", type=int, help="each character sees this many, itself the last; by default all before it")
     add("--context", type=int, default=64, help="characters a piece")
     add("--width", type=int, default=128, help="features")
     add("--heads", type=int, default=4, help="attention heads")
     add("--depth", type=int, default=4, help="blocks")
     add("--dropout", type=float, default=0.0, help="dropout of attention and feed-forward")
-    add("--lr", type=float, default=2e-3, help="highest learning rate")
     add("--evaluation-batches", type=int, default=20, help="batches a loss is averaged over")
-    add("--seed", type=int, default=0, help="of parameters, batches, dropout and sample")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
     add("--save", type=Path, help="file for the trained parameters")
     add("--load", type=Path, help="file of parameters to start from; with --steps 0 only to sample")
     args = parser.parse_args()
-    args.amp = getattr(torch, args.amp) if args.amp else None
+    if args.window is not None and args.window < 1:
+        parser.error(f"--window must be at least 1, got {args.window}")
+    if args.compare and inside_attention(args):
+        parser.error("--compare torch: torch's attention has no window and no rope, alibi or t5 positions")
     return args
 
 
