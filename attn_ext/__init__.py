@@ -73,4 +73,5 @@ __all__ = [
     "reference",
     "replace_attention",
     "scaled_dot_product_attention",
+    "viz",
 ]
