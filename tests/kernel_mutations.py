@@ -15,7 +15,7 @@ import cuda_kernels
 import oracle
 import ptxrun
 import torch
-from kernel_lines import described
+from kernel_lines import place, source_lines
 from ptxrun import mutate
 
 DTYPES = {
@@ -70,6 +70,7 @@ def mutations(kernel, cases, arch="sm_80"):
     Yields a Mutation each.
     """
     text = cuda_kernels.ptx(kernel, arch)
+    origin = source_lines(text)
     recorder, earlier = _Recorder(ptxrun.Module(text)), {}
     _run(kernel, recorder, cases, arch, earlier)
     if recorder.unexecuted is None:
@@ -81,7 +82,8 @@ def mutations(kernel, cases, arch="sm_80"):
             outcome = "not executed"
         else:
             outcome = _outcome(kernel, ptxrun.Module(mutate.without(text, line)), cases, arch, earlier)
-        yield Mutation(line, instruction, described(text, line), outcome)
+        file, at, source = place(origin, line)
+        yield Mutation(line, instruction, f"{file}:{at}: {source}", outcome)
 
 
 def _outcome(kernel, module, cases, arch, earlier):

@@ -250,7 +250,7 @@ def test_fake_tensors_promise_what_the_kernel_returns(dtype):
             assert got[0] == got[1]
 
 
-COMPILED = {
+DUAL = {
     "sdpa": scaled_dot_product_attention,
     "attention": lambda q, k, v: attention(q, k, v, causal=True, return_lse=True),
     "colsum": lambda q, k, v: attention(q, k, v, return_weights="colsum"),
@@ -260,10 +260,10 @@ COMPILED = {
 
 @pytest.mark.compile
 @pytest.mark.parametrize("before", ["nothing", "plain numbers", "a gradient"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", DUAL)
 def test_dual_numbers_through_compiled_code(name, before):
     """Fault: a graph that was made for plain numbers drops the tangents without a word."""
-    function = COMPILED[name]
+    function = DUAL[name]
     compiled = torch.compile(function, backend="aot_eager")
     x = qkv(len_q=5, len_k=5)
     if before == "plain numbers":
