@@ -166,7 +166,7 @@ def test_default_backend_and_its_cache_in_a_second_process(tmp_path):
     program = """
 import torch, attn_ext
 torch.set_num_threads(1)
-run = lambda q, bias: attention(q, q.sin(), q.cos(), bias=bias, causal=True)
+run = lambda q, bias: attn_ext.attention(q, q.sin(), q.cos(), bias=bias, causal=True)
 inputs = torch.linspace(-9, 9, 160).sin().view(1, 2, 10, 8), torch.linspace(0, 1, 100).view(10, 10)
 results = []
 for function in (run, torch.compile(run, fullgraph=True)):
