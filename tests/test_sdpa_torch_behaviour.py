@@ -120,7 +120,9 @@ def test_the_result_lies_in_memory_as_query(batch, order):
     query, key, value = qkv(*batch)
     query = query.permute(order).contiguous().permute([order.index(axis) for axis in range(len(order))])
     out = scaled_dot_product_attention(query, key, value)
-    assert out.stride() == F.scaled_dot_product_attention(query, key, value).stride() == query.stride()
+    assert out.stride() == query.stride()
+    if order != (1, 0, 2) or torch.__version__ >= "2.14":  # torch 2.13 gives that one back contiguous
+        assert F.scaled_dot_product_attention(query, key, value).stride() == query.stride()
 
 
 @pytest.mark.parametrize("batch", [(0, 3), (2, 0), (0,), (0, 2, 3)])
