@@ -102,8 +102,11 @@ def test_decoding(device, dtype, dim, case):
         options |= {"bias": bias, "mask": mask, "sinks": randn(6, dtype=F32), "query_lengths": [2, 3]}
     elif case == "one split":
         options["mask"] = randn(2, 1, 3, 300, dtype=dtype, seed=6)
-    multiprocessors = 1 if case == "one split" else 108
-    check(q, k, v, call=attention_on(device, multiprocessors=multiprocessors), **options)
+    on = attention_on(device, multiprocessors=1 if case == "one split" else 108)
+    check(q, k, v, call=on, **options)
+    if case == "one split":
+        for of_sinks in (dtype, F32):
+            check(q, k, v, call=on, **options, sinks=randn(6, dtype=of_sinks, seed=7))
 
 
 @every_device
@@ -133,6 +136,7 @@ def test_broadcast_bias_and_float_mask(device, dtype, bucket, sum_over):
     options = {
         "bias": randn(*shapes[0], dtype=dtype, seed=5),
         "mask": randn(*shapes[1], dtype=dtype if sum_over == "keys" else single, seed=6),
+        "alibi_slopes": randn(2, dtype=single, seed=7).abs() * 0.05,
         "key_lengths": [77, 60],
         "query_lengths": [n - 9, n],
     }
