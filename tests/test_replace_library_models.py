@@ -8,23 +8,13 @@ import pickle
 
 import pytest
 import torch
+from kernel_calls import Calls
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_ext import replace_attention
 
 IMAGES = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(14).reshape(2, 7)
-
-
-class Calls(TorchDispatchMode):
-    """How often our forward ran."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += str(func).startswith("attn_ext.attention_forward")
-        return func(*args, **(kwargs or {}))
 
 
 def results(model, *inputs):
