@@ -388,16 +388,12 @@ _TANGENT_NAMES = tuple("tangent_" + n for n in second_order.INPUTS)
 
 
 def _of_saved_tangents(ctx):
-    saved = ctx.saved_tensors
-    return _of_tangents(saved[:3], saved[3:10], ctx.options, saved[10:])
-
-
-def _of_tangents(qkv, tangents, options, tensors):
     """(second_order.Problem, its tensors by name) of _Tangents."""
-    bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = tensors
+    saved = ctx.saved_tensors
+    bias, float_mask, bool_mask, alibi_slopes, sinks, *rest = saved[10:]
     names = (*second_order.INPUTS, *_TANGENT_NAMES)
-    values = (*qkv, bias, float_mask, alibi_slopes, sinks, *tangents)
-    return second_order.Problem(bool_mask, *rest, options), dict(zip(names, values, strict=True))
+    values = (*saved[:3], bias, float_mask, alibi_slopes, sinks, *saved[3:10])
+    return second_order.Problem(bool_mask, *rest, ctx.options), dict(zip(names, values, strict=True))
 
 
 # The raw ops have the same derivatives, so that a call of torch.ops.attn_ext.* by itself loses no gradient;

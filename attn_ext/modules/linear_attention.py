@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import arguments, reference
 from ..arguments import ArgumentTypeError, ArgumentValueError
-from .projections import check_padding, check_sequence, merge_heads, split_heads
+from .projections import check_heads, check_padding, check_sequence, merge_heads, split_heads
 
 CHUNK = 128  # the work inside chunks grows with it, the memory for the sums between them falls
 
@@ -122,10 +122,7 @@ class LinearAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-            raise ArgumentValueError(
-                f"embed_dim must be a multiple of num_heads, both > 0, got {embed_dim} and {num_heads}"
-            )
+        check_heads(embed_dim, num_heads)
         self.embed_dim, self.num_heads, self.causal, self.chunk_size = (
             embed_dim,
             num_heads,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .. import arguments
 from ..arguments import ArgumentValueError
 from ..functional import attention
-from .projections import check_padding, check_sequence, merge_heads, split_heads
+from .projections import check_heads, check_padding, check_sequence, merge_heads, split_heads
 
 
 class LinformerAttention(nn.Module):
@@ -53,10 +53,7 @@ class LinformerAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-            raise ArgumentValueError(
-                f"embed_dim must be a multiple of num_heads, both > 0, got {embed_dim} and {num_heads}"
-            )
+        check_heads(embed_dim, num_heads)
         for name, size in (("max_len", max_len), ("num_mixtures", num_mixtures)):
             if size < 1:
                 raise ArgumentValueError(f"{name} must be at least 1, got {size}")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .. import arguments
 from ..arguments import ArgumentValueError
 from ..functional import attention
-from .projections import check_padding, check_sequence, merge_heads, split_heads
+from .projections import check_heads, check_padding, check_sequence, merge_heads, split_heads
 
 
 class MixedAttention(nn.Module):
@@ -46,10 +46,7 @@ class MixedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or embed_dim % (2 * num_heads):
-            raise ArgumentValueError(
-                f"embed_dim must be a multiple of 2 * num_heads, both > 0, got {embed_dim} and {num_heads}"
-            )
+        check_heads(embed_dim, num_heads, 2)
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ArgumentValueError(f"kernel_size must be odd and greater than 0, got {kernel_size}")
         self.embed_dim, self.num_heads, self.kernel_size = embed_dim, num_heads, kernel_size

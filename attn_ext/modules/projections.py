@@ -7,6 +7,15 @@ from .. import arguments
 from ..arguments import ArgumentTypeError, ArgumentValueError
 
 
+def check_heads(embed_dim: int, num_heads: int, parts: int = 1) -> None:
+    """embed_dim must divide into ``parts`` times as many parts as there are heads."""
+    if num_heads < 1 or embed_dim < 1 or embed_dim % (parts * num_heads):
+        multiple = "num_heads" if parts == 1 else f"{parts} * num_heads"
+        raise ArgumentValueError(
+            f"embed_dim must be a multiple of {multiple}, both > 0, got {embed_dim} and {num_heads}"
+        )
+
+
 def check_sequence(name: str, x: Tensor, features: int) -> None:
     arguments.check_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != features:
