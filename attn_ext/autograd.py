@@ -43,7 +43,7 @@ class Options(NamedTuple):
     allow_tf32: bool = False  # arguments.allows_tf32, kept for the backward: it needs the forward's scores
 
     def with_tensors(self, *tensors):
-        """What the ops take at their end: the numbers, the 8 optional tensors, allow_tf32."""
+        """What the ops take at their end: the numbers, the 10 optional tensors, allow_tf32."""
         return (*self[:6], *tensors, self.allow_tf32)
 
     def of_scores(self):
@@ -57,16 +57,19 @@ class Options(NamedTuple):
 
 
 def attention(
-    q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, options
+    q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, options,
+    block_map=None, block_tiles=None,
 ):  # fmt: skip
     """(out, lse, lse_parts) of canonical arguments; out and lse are differentiable in the floating ones.
 
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); bias, float_mask, bool_mask 4-D with axes of full
     size or 1; alibi_slopes (Hq,) or (B, Hq); sinks (Hq,); key_lengths and query_lengths (B,) int64; rng_state
-    (2,) int64, given when options.dropout_p > 0. Checked by :mod:`attn_ext.functional`, not here.
+    (2,) int64, given when options.dropout_p > 0; block_map and block_tiles those of
+    :class:`attn_ext.masks.BlockMask`. Checked by :mod:`attn_ext.functional`, not here.
     """
     tensors = (
-        q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state
+        q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state,
+        block_map, block_tiles,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         tensors = _distinct(tensors)
@@ -137,9 +140,9 @@ def _below_autograd(op, *args):
 
 def _save_forward(ctx, inputs, output):
     q, k, v, *numbers = inputs[:9]
-    ctx.options = Options(*numbers, *inputs[17:])
+    ctx.options = Options(*numbers, *inputs[19:])
     out, _, lse_parts = output
-    ctx.save_for_backward(q, k, v, *inputs[9:17], out, lse_parts)
+    ctx.save_for_backward(q, k, v, *inputs[9:19], out, lse_parts)
     ctx.mark_non_differentiable(lse_parts)
     ctx.set_materialize_grads(False)
 
@@ -147,17 +150,17 @@ def _save_forward(ctx, inputs, output):
 def _forward_backward(ctx, grad_out, grad_lse, _):
     q, k, v, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest, out, lse_parts = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
-        return (None,) * 18
+        return (None,) * 20
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    wanted = _chosen(_FORWARD_PLACES, _needs(ctx, 18))
+    wanted = _chosen(_FORWARD_PLACES, _needs(ctx, 20))
     output_mask = sum(1 << n for n, need in enumerate(wanted) if need)
     grads = _gradients(
         grad_out, grad_lse, q, k, v, out, lse_parts, output_mask,
         *ctx.options.with_tensors(bias, float_mask, bool_mask, alibi_slopes, sinks, *rest),
     )  # fmt: skip
     return _at_places(
-        _FORWARD_PLACES, [g if need else None for g, need in zip(grads, wanted, strict=True)], 18
+        _FORWARD_PLACES, [g if need else None for g, need in zip(grads, wanted, strict=True)], 20
     )
 
 
@@ -197,8 +200,8 @@ def _at_places(places, values, size):
 
 
 def _save_backward(ctx, inputs, output):
-    ctx.output_mask, ctx.options = inputs[7], Options(*inputs[8:14], *inputs[22:])
-    ctx.save_for_backward(*inputs[:7], *inputs[14:22])
+    ctx.output_mask, ctx.options = inputs[7], Options(*inputs[8:14], *inputs[24:])
+    ctx.save_for_backward(*inputs[:7], *inputs[14:24])
     ctx.set_materialize_grads(False)
 
 
@@ -217,14 +220,14 @@ def _backward_backward(ctx, *cotangents):
     # out and lse_parts are functions of the others
     wanted = [
         n
-        for n, need in zip(_BACKWARD_TENSORS, _chosen(_BACKWARD_PLACES, _needs(ctx, 23)), strict=True)
+        for n, need in zip(_BACKWARD_TENSORS, _chosen(_BACKWARD_PLACES, _needs(ctx, 25)), strict=True)
         if need
     ]
     given = {n: c for n, c in _outputs(ctx, cotangents) if c is not None}
     if not given:
-        return (None,) * 23
+        return (None,) * 25
     grads = second_order.pull(second_order.gradients, problem, tensors, wanted, given)
-    return _at_places(_BACKWARD_PLACES, [grads.get(n) for n in _BACKWARD_TENSORS], 23)
+    return _at_places(_BACKWARD_PLACES, [grads.get(n) for n in _BACKWARD_TENSORS], 25)
 
 
 def _backward_jvp(ctx, *tangents):
@@ -254,11 +257,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         q, k, v, scale, causal, softcap, window_left, window_right, dropout_p, bias, float_mask, bool_mask,
-        alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32,
+        alibi_slopes, sinks, key_lengths, query_lengths, rng_state, block_map, block_tiles, allow_tf32,
     ):  # fmt: skip
         return _below_autograd(
             _forward_op, q, k, v, scale, causal, softcap, window_left, window_right, dropout_p, bias,
-            float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32,
+            float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, rng_state, block_map,
+            block_tiles, allow_tf32,
         )  # fmt: skip
 
     setup_context = staticmethod(_save_forward)
@@ -271,7 +275,7 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx, inputs, output):
         _save_forward(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:3], *inputs[9:17], *_chosen((0, 2), output))
+        ctx.save_for_forward(*inputs[:3], *inputs[9:19], *_chosen((0, 2), output))
 
     jvp = staticmethod(_forward_jvp)
 
@@ -311,7 +315,7 @@ class _PlainAttention(torch.autograd.Function):
         q, k, v, out, lse_parts = ctx.saved_tensors
         args = (grad_out, None, q, k, v, out, lse_parts, output_mask, ctx.scale, ctx.causal)
         if torch.is_grad_enabled() or in_transform():
-            grads = _gradients(*args[:8], *Options(*args[8:]).with_tensors(*(None,) * 8))
+            grads = _gradients(*args[:8], *Options(*args[8:]).with_tensors(*(None,) * 10))
         else:
             grads = _below_autograd(_backward_op, *args)
         return (*(g if need else None for g, need in zip(grads, wanted, strict=False)), None, None)
@@ -327,7 +331,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         _save_backward(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:7], *inputs[14:22])
+        ctx.save_for_forward(*inputs[:7], *inputs[14:24])
 
     backward = staticmethod(_backward_backward)
     jvp = staticmethod(_backward_jvp)
@@ -348,8 +352,8 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.options = Options(*inputs[12:18], *inputs[26:])
-        saved = (*inputs[:3], *inputs[5:12], *inputs[18:26])
+        ctx.options = Options(*inputs[12:18], *inputs[28:])
+        saved = (*inputs[:3], *inputs[5:12], *inputs[18:28])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
@@ -357,15 +361,15 @@ class _Tangents(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         problem, tensors = _of_saved_tangents(ctx)
-        needs = _needs(ctx, 27)
+        needs = _needs(ctx, 29)
         names = (*second_order.INPUTS, *_TANGENT_NAMES)
         places = (*_TANGENT_PLACES, *_TANGENTS_AT)
         wanted = [n for n, place in zip(names, places, strict=True) if needs[place]]
         given = {n: c for n, c in zip(("out", "lse"), cotangents, strict=True) if c is not None}
         if not given:
-            return (None,) * 27
+            return (None,) * 29
         grads = second_order.pull(second_order.tangents, problem, tensors, wanted, given)
-        return _at_places(places, [grads.get(n) for n in names], 27)
+        return _at_places(places, [grads.get(n) for n in names], 29)
 
     @staticmethod
     def jvp(ctx, *tangents):

@@ -4,7 +4,8 @@
     heads    (V, B, H, N, D) -> (B, V * H, N, D)    where sinks, which a head has but a batch element has not,
                                                     differ from sample to sample
     loop     one call a sample                      with dropout, whose random numbers depend on an element's
-                                                    place, and for sinks and lengths that both differ
+                                                    place, for sinks and lengths that both differ, and for
+                                                    block masks with tiles that differ
 
 A tensor that all samples share is repeated in memory where it has a batch axis (a head axis), and stays as it
 is where it has none.
@@ -21,9 +22,10 @@ SLOPES = "slopes"  # (H,) or (B, H)
 SINKS = "sinks"  # (H,)
 LENGTHS = "lengths"  # (B,)
 RANDOM = "random"  # (2,), the state of dropout
+TILES = "tiles"  # (T, 64) of a block mask, which all batch elements and heads share; its map is a score term
 
 NUMBERS = (None,) * 6
-TENSORS = (SCORES, SCORES, SCORES, SLOPES, SINKS, LENGTHS, LENGTHS, RANDOM)
+TENSORS = (SCORES, SCORES, SCORES, SLOPES, SINKS, LENGTHS, LENGTHS, RANDOM, SCORES, TILES)
 INPUTS = (HEADS, HEADS, HEADS, SCORES, SCORES, SLOPES, SINKS)  # what has derivatives
 
 
@@ -53,7 +55,7 @@ def call(function, signature, info, in_dims, args, own=()):
     own = {n for n in own if args[n] is not None}
     differ = {kinds[n] for n, m in enumerate(mapped) if m or n in own}
     drops = args[kinds.index(RANDOM)] is not None
-    if size > 0 and (drops or {SINKS, LENGTHS} <= differ):
+    if size > 0 and (drops or {SINKS, LENGTHS} <= differ or TILES in differ):
         return _loop(function, size, args, mapped)
     if drops:  # no sample, no random number
         args[kinds.index(RANDOM)] = torch.zeros(2, dtype=torch.int64, device=args[signature.q].device)
@@ -62,7 +64,7 @@ def call(function, signature, info, in_dims, args, own=()):
     batch, heads = samples[signature.q].shape[:2]
     fold = (_Heads if SINKS in differ else _Batch)(size, batch, heads)
     folded = [
-        t if s is None or k == RANDOM else fold.put(k, s, m or n in own)
+        t if s is None or k in (RANDOM, TILES) else fold.put(k, s, m or n in own)
         for n, (k, t, s, m) in enumerate(zip(kinds, args, samples, mapped, strict=True))
     ]
     results, axes = [], []

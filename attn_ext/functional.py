@@ -103,7 +103,7 @@ def attention(
     ):
         if return_weights is None:
             return out
-        terms = (None,) * 7
+        terms, blocks = (None,) * 7, (None, None)
         options = _autograd.Options(arguments.scale_factor(scale, q.shape[3]), arguments.alignment(causal))
     else:
         q, k, v, terms, rng_state, options = resolve(
@@ -111,7 +111,8 @@ def attention(
             alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
             dropout_p=dropout_p, generator=generator,
         )  # fmt: skip
-        out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options)
+        blocks = (None, None)
+        out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options, *blocks)
         if return_weights is None:
             return (out, lse) if return_lse else out
     if return_weights == "full":
@@ -119,7 +120,7 @@ def attention(
     elif return_weights == "mean_heads":
         p = weights.mean_heads(q, k, *terms, options)
     else:
-        p = weights.column_sums(q, k, lse_parts, *terms, options)
+        p = weights.column_sums(q, k, lse_parts, *terms, *blocks, options)
     return (out, lse, p) if return_lse else (out, p)
 
 

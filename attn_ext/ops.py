@@ -14,7 +14,8 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
   mode. The tangents are those of q, k, v, bias, float_mask, alibi_slopes, sinks; None: zero.
 
 <options> are the numbers of :class:`attn_ext.autograd.Options`, then bias, float_mask, bool_mask,
-alibi_slopes, sinks, key_lengths, query_lengths, rng_state, allow_tf32 (only float32 on CUDA looks at it).
+alibi_slopes, sinks, key_lengths, query_lengths, rng_state, block_map and block_tiles (those of a
+:class:`attn_ext.masks.BlockMask`), allow_tf32 (only float32 on CUDA looks at it).
 out and its tangent have their axes in memory in the order of q's, gradients in that of their tensor.
 """
 

@@ -31,6 +31,8 @@ class Problem(NamedTuple):
     key_lengths: torch.Tensor | None
     query_lengths: torch.Tensor | None
     rng_state: torch.Tensor | None
+    block_map: torch.Tensor | None
+    block_tiles: torch.Tensor | None
     options: tuple  # autograd.Options
     corner: tuple = (0, 0, 0)  # sample, query head, query
     of_queries: int | None = None
@@ -89,7 +91,7 @@ def pull(function, problem, tensors, wanted, cotangents):
         return _pull(function, problem, tensors, wanted, cotangents)
     names = (tuple(tensors), tuple(wanted), tuple(cotangents))
     values = (*tensors.values(), *cotangents.values())
-    grads = _Pull.apply(function, problem.options, names, *problem[:4], *values)
+    grads = _Pull.apply(function, problem.options, names, *problem[:6], *values)
     return dict(zip(wanted, grads, strict=True))
 
 
@@ -150,8 +152,9 @@ class _Pull(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(function, options, names, bool_mask, key_lengths, query_lengths, rng_state, *values):
-        problem = Problem(bool_mask, key_lengths, query_lengths, rng_state, options)
+    def forward(function, options, names, *tensors):
+        fixed, values = tensors[:6], tensors[6:]
+        problem = Problem(*fixed, options)
         tensors, cotangents = _named(names, values)
         grads = _pull(function, problem, tensors, names[1], cotangents)
         return tuple(grads[n] for n in names[1])
@@ -163,7 +166,7 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        fixed, values = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        fixed, values = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         problem = Problem(*fixed, ctx.options)
 
         def again(*values):
@@ -172,7 +175,7 @@ class _Pull(torch.autograd.Function):
             return tuple(made[n] for n in ctx.names[1])
 
         _, pull_back = torch.func.vjp(again, *values)
-        return (*(None,) * 7, *pull_back(grads))
+        return (*(None,) * 9, *pull_back(grads))
 
 
 def _named(names, values):

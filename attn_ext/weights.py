@@ -25,8 +25,9 @@ def full(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, qu
 
 
 def column_sums(
-    q, k, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
-):
+    q, k, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, block_map,
+    block_tiles, options,
+):  # fmt: skip
     """The attention each key receives, (B, Hq, Nk) in float32 or float64: O(N) memory, derivatives too.
 
     ``lse_parts`` is that of the forward; dropout does not enter.
@@ -43,6 +44,8 @@ def column_sums(
         *terms,
         key_lengths,
         query_lengths,
+        block_map,
+        block_tiles,
         options._replace(dropout_p=0.0),
     )
 
@@ -156,10 +159,14 @@ class _ColumnSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q, k, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options
-    ):
+        q, k, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths,
+        block_map, block_tiles, options,
+    ):  # fmt: skip
         ones, no_value = q.new_ones((*q.shape[:3], 1)), k.new_zeros((*k.shape[:3], 1))
-        terms = (bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, None)
+        terms = (
+            bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, None, block_map,
+            block_tiles,
+        )  # fmt: skip
         args = (ones, None, q, k, no_value, torch.zeros_like(ones), lse_parts, 1 << 2)
         return _differentiable("attention_backward", *args, *options.with_tensors(*terms))[2].squeeze(-1)
 
@@ -170,9 +177,9 @@ class _ColumnSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, lse_parts, *terms = ctx.saved_tensors
+        q, k, lse_parts, *terms, block_map, block_tiles = ctx.saved_tensors
         v = grad[..., None]
-        options = ctx.options.with_tensors(*terms, None)
+        options = ctx.options.with_tensors(*terms, None, block_map, block_tiles)
         with torch.no_grad():  # to the backward, out and lse_parts are functions of the others
             out, _, _ = _differentiable("attention_forward", q, k, v, *options)
         needs = ctx.needs_input_grad
@@ -182,7 +189,7 @@ class _ColumnSums(torch.autograd.Function):
         args = (torch.ones_like(out), None, q, k, v, out, lse_parts, output_mask, *options)
         grads = _differentiable("attention_backward", *args)
         grads = [g if need else None for g, need in zip(grads, wanted, strict=True)]
-        return (*grads[:5], None, *grads[5:], None, None, None)
+        return (*grads[:5], None, *grads[5:], *(None,) * 5)
 
 
 class _TransformedColumnSums(_ColumnSums):
@@ -193,12 +200,14 @@ class _TransformedColumnSums(_ColumnSums):
     @staticmethod
     def setup_context(ctx, inputs, output):
         _ColumnSums.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:10])
+        ctx.save_for_forward(*inputs[:12])
 
     @staticmethod
     def jvp(ctx, *tangents):
-        q, k, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *lengths = ctx.saved_tensors
-        problem = second_order.Problem(bool_mask, *lengths, None, ctx.options)
+        q, k, _, bias, float_mask, bool_mask, alibi_slopes, sinks, *lengths, block_map, block_tiles = (
+            ctx.saved_tensors
+        )
+        problem = second_order.Problem(bool_mask, *lengths, None, block_map, block_tiles, ctx.options)
         tensors = {
             "q": q, "k": k, "v": k.new_zeros((*k.shape[:3], 1)), "bias": bias, "float_mask": float_mask,
             "alibi_slopes": alibi_slopes, "sinks": sinks, "grad_out": q.new_ones((*q.shape[:3], 1)),

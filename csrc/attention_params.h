@@ -4,7 +4,7 @@
 //   s[i][j] = scale * (q[i] . k[j])
 //   s       = softcap * tanh(s / softcap)                                  if softcap > 0
 //   s       = s + bias[i][j] + float_mask[i][j] - slope * |i + Nk - Nq - j|
-//   s[i][j] = -inf where a rule (bool mask, causal, window, lengths) hides key j from query i
+//   s[i][j] = -inf where a rule (bool mask, block mask, causal, window, lengths) hides key j from query i
 //   out[i]  = sum_j softmax(s)[i][j] * v[j],   lse[i] = log(sum_j exp(s[i][j]) + exp(sink))
 //
 // Sizes: q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv); query head h reads KV head h / (Hq / Hkv).
@@ -54,10 +54,45 @@ struct Dropout {
   ATTN_HOST_DEVICE double scale() const { return threshold >= 65536 ? 0.0 : 65536.0 / (65536.0 - threshold); }
 };
 
+// Which keys queries may see, known for whole blocks of scores, so that kernels leave out those where nobody sees any.
+// A map says of each block of 64 queries and 64 keys: 0 nobody sees any key, 1 all see all, n: look at tile n, whose word
+// i has bit j set iff query i of the block sees key j of it. Tiles 0 and 1 are there too, and all blocks are the same to
+// who looks at bits only.
+struct BlockMask {
+  static constexpr int kSize = 64;
+
+  const int32_t* map = nullptr;     // (B or 1, Hq or 1, query blocks, key blocks); null: no block mask
+  const uint64_t* tiles = nullptr;  // (tile_count, 64)
+  int64_t stride[2] = {0, 0};       // of a batch element and of a head in the map; 0 where they share it
+  int32_t key_blocks = 0, tile_count = 0;
+
+  ATTN_HOST_DEVICE bool present() const { return map != nullptr; }
+
+  // The row of the map for a query block of head h.
+  ATTN_HOST_DEVICE const int32_t* row(int64_t b, int64_t h, int64_t query_block) const {
+    return map + b * stride[0] + h * stride[1] + query_block * key_blocks;
+  }
+
+  // A map made by hand may name tiles that are not there: such blocks are hidden, so that memory is safe.
+  ATTN_HOST_DEVICE int32_t checked(int32_t entry) const {
+    return entry >= 0 && entry < tile_count ? entry : 0;
+  }
+
+  ATTN_HOST_DEVICE int32_t block(int64_t b, int64_t h, int64_t query_block, int64_t key_block) const {
+    return checked(row(b, h, query_block)[key_block]);
+  }
+
+  // The keys of a block that query i sees: bit j is key j of the block.
+  ATTN_HOST_DEVICE uint64_t keys(int32_t block, int64_t i) const {
+    return tiles[int64_t(block) * kSize + i % kSize];
+  }
+};
+
 struct AttentionParams {
   int64_t batch = 0, heads_q = 0, heads_kv = 0, len_q = 0, len_k = 0, dim_qk = 0, dim_v = 0;
   StridedView q, k, v;                      // last stride 1
   StridedView bias, float_mask, bool_mask;  // optional; bool_mask: 1 = may attend
+  BlockMask block_mask;                     // optional
   StridedView alibi_slopes;                 // optional; (batch, head) strides only
   StridedView sinks;                        // optional; head stride only
   const int64_t* key_lengths = nullptr;     // optional (B,)

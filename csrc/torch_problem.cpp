@@ -117,6 +117,37 @@ const int64_t* Memory::integers(const OptionalTensor& t, int64_t count, const ch
   return static_cast<const int64_t*>(copies_.emplace_back(torch::stable::contiguous(*t)).data_ptr());
 }
 
+BlockMask Memory::block_mask(const OptionalTensor& map, const OptionalTensor& tiles,
+                             const AttentionParams& p) {
+  STD_TORCH_CHECK(map.has_value() == tiles.has_value(),
+                  "attn_ext: block_map and block_tiles must be given together");
+  if (!map.has_value()) return {};
+  constexpr int64_t kSize = BlockMask::kSize;
+  const int64_t full[4] = {p.batch, p.heads_q, (p.len_q + kSize - 1) / kSize, (p.len_k + kSize - 1) / kSize};
+  const Extents size = map->sizes();
+  STD_TORCH_CHECK(map->scalar_type() == ScalarType::Int && size.size() == 4,
+                  "attn_ext: block_map must be a 4-D int32 tensor");
+  for (size_t axis = 0; axis < 4; axis++) {
+    STD_TORCH_CHECK(size[axis] == full[axis] || (axis < 2 && size[axis] == 1), "attn_ext: axis ", axis,
+                    " of block_map has size ", size[axis], ", must be ", full[axis]);
+  }
+  const Extents tile_size = tiles->sizes();
+  STD_TORCH_CHECK(tiles->scalar_type() == ScalarType::Long && tile_size.size() == 2 && tile_size[0] >= 2 &&
+                      tile_size[0] <= std::numeric_limits<int32_t>::max() && tile_size[1] == kSize,
+                  "attn_ext: block_tiles must be an int64 tensor (at least 2, ", kSize, ")");
+  check_device(*map, "block_map");
+  check_device(*tiles, "block_tiles");
+  BlockMask mask;
+  mask.map = static_cast<const int32_t*>(copies_.emplace_back(torch::stable::contiguous(*map)).data_ptr());
+  mask.tiles =
+      static_cast<const uint64_t*>(copies_.emplace_back(torch::stable::contiguous(*tiles)).data_ptr());
+  mask.key_blocks = int32_t(full[3]);
+  mask.tile_count = int32_t(tile_size[0]);
+  mask.stride[1] = size[1] == 1 ? 0 : full[2] * full[3];
+  mask.stride[0] = size[0] == 1 ? 0 : size[1] * full[2] * full[3];
+  return mask;
+}
+
 StridedView Memory::strided(const Tensor& t, const char* name) {
   check_device(t, name);
   const Extents size = t.sizes(), stride = t.strides();
@@ -192,6 +223,7 @@ AttentionParams make_params(Memory& memory, const Tensor& q, const Tensor& k, co
   p.bias = memory.score_term(bias, p, false, "bias");
   p.float_mask = memory.score_term(float_mask, p, false, "float_mask");
   p.bool_mask = memory.score_term(bool_mask, p, true, "bool_mask");
+  p.block_mask = memory.block_mask(block_map, block_tiles, p);
   p.alibi_slopes = memory.per_head(alibi_slopes, p, true, "alibi_slopes");
   p.sinks = memory.per_head(sinks, p, false, "sinks");
   p.key_lengths = memory.integers(key_lengths, p.batch, "key_lengths");

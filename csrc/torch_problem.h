@@ -27,12 +27,13 @@ using Extents = torch::headeronly::IntHeaderOnlyArrayRef;
   "float scale=1.0, int causal=0, float softcap=0.0, int window_left=-1, int window_right=-1, "           \
   "float dropout_p=0.0, Tensor? bias=None, Tensor? float_mask=None, Tensor? bool_mask=None, "             \
   "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_lengths=None, Tensor? query_lengths=None, " \
-  "Tensor? rng_state=None, bool allow_tf32=False"
+  "Tensor? rng_state=None, Tensor? block_map=None, Tensor? block_tiles=None, bool allow_tf32=False"
 #define ATTN_OPTION_PARAMETERS                                                                               \
   double scale, int64_t causal, double softcap, int64_t window_left, int64_t window_right, double dropout_p, \
       const OptionalTensor &bias, const OptionalTensor &float_mask, const OptionalTensor &bool_mask,         \
       const OptionalTensor &alibi_slopes, const OptionalTensor &sinks, const OptionalTensor &key_lengths,    \
-      const OptionalTensor &query_lengths, const OptionalTensor &rng_state, bool allow_tf32
+      const OptionalTensor &query_lengths, const OptionalTensor &rng_state, const OptionalTensor &block_map, \
+      const OptionalTensor &block_tiles, bool allow_tf32
 #define ATTN_TANGENT_SCHEMA                                                         \
   "Tensor? tangent_q, Tensor? tangent_k, Tensor? tangent_v, Tensor? tangent_bias, " \
   "Tensor? tangent_float_mask, Tensor? tangent_alibi_slopes, Tensor? tangent_sinks, "
@@ -44,7 +45,7 @@ using Extents = torch::headeronly::IntHeaderOnlyArrayRef;
   {tangent_q, tangent_k, tangent_v, tangent_bias, tangent_float_mask, tangent_alibi_slopes, tangent_sinks}
 #define ATTN_OPTIONS                                                                                       \
   scale, causal, softcap, window_left, window_right, dropout_p, bias, float_mask, bool_mask, alibi_slopes, \
-      sinks, key_lengths, query_lengths, rng_state, allow_tf32
+      sinks, key_lengths, query_lengths, rng_state, block_map, block_tiles, allow_tf32
 
 // Memory of one call: views of its tensors, checked to lie on one device, and new tensors on it. Copies made here (last
 // stride not 1, addresses not aligned) live as long as this object: as long as the call.
@@ -63,6 +64,9 @@ class Memory {
 
   // int64 of `count` elements, contiguous.
   const int64_t* integers(const OptionalTensor& t, int64_t count, const char* name);
+
+  // The map, (B or 1, Hq or 1, blocks of Nq, blocks of Nk) int32, and the tiles, (T, 64) int64. Both or none.
+  BlockMask block_mask(const OptionalTensor& map, const OptionalTensor& tiles, const AttentionParams& p);
 
   // Any tensor of up to four axes; those of one element, which broadcast, and those of none have stride 0.
   StridedView strided(const Tensor& t, const char* name);

@@ -39,14 +39,18 @@ int bucket(const AttentionParams& p) {
 
 // Options that the lean backward leaves out. It needs no sinks: they are inside the LSE.
 bool backward_needs_full(const AttentionParams& p) {
-  return p.bias.present || p.float_mask.present || p.bool_mask.present || p.alibi_slopes.present ||
-         p.softcap > 0 || p.dropout.threshold != 0;
+  return p.bias.present || p.float_mask.present || p.bool_mask.present || p.block_mask.present() ||
+         p.alibi_slopes.present || p.softcap > 0 || p.dropout.threshold != 0;
 }
 
 // The same for the forward.
 bool forward_needs_full(const AttentionParams& p) { return backward_needs_full(p) || p.sinks.present; }
 
 void check_sizes(const AttentionParams& p) {
+  if (p.block_mask.present()) {
+    throw std::invalid_argument(
+        "attn_ext: the CUDA kernels take no block mask yet, only those of the CPU do");
+  }
   if (p.len_q > kMaxLength || p.len_k > kMaxLength) {
     throw std::invalid_argument("attn_ext: the CUDA kernels take up to " + std::to_string(kMaxLength) +
                                 " queries and keys, got " + std::to_string(p.len_q) + " and " +
@@ -201,6 +205,7 @@ class Buffers {
     add("bias", p.bias, p.batch, p.heads_q, p.len_q, p.len_k);
     add("float_mask", p.float_mask, p.batch, p.heads_q, p.len_q, p.len_k);
     add("bool_mask", p.bool_mask, p.batch, p.heads_q, p.len_q, p.len_k);
+    add_block_mask(p);
     add("alibi_slopes", p.alibi_slopes, p.batch, p.heads_q, 1, 1);
     add("sinks", p.sinks, 1, p.heads_q, 1, 1);
     add("key_lengths", p.key_lengths, 8 * p.batch);
@@ -209,6 +214,16 @@ class Buffers {
   }
 
   std::vector<Buffer> list;
+
+ private:
+  void add_block_mask(const AttentionParams& p) {
+    const BlockMask& mask = p.block_mask;
+    if (!mask.present()) return;
+    const int64_t map = ceil_tiles(p.len_q, BlockMask::kSize) * mask.key_blocks;
+    const int64_t maps = map + (p.heads_q - 1) * mask.stride[1] + (p.batch - 1) * mask.stride[0];
+    add("block_map", mask.map, 4 * maps);
+    add("block_tiles", mask.tiles, 8 * BlockMask::kSize * int64_t(mask.tile_count));
+  }
 };
 
 }  // namespace
