@@ -12,13 +12,15 @@ template <class T, class Products>
 class Backward {
   using Tile = GradTile<T, Products>;
   static constexpr int64_t kRowsOfUnit = 192;  // of a unit that makes dQ: see ForwardProducts
-  static_assert(kRowsOfUnit % Products::kRows == 0, "both routes have the same tiles");
+  static_assert(kRowsOfUnit % Products::kRows == 0 && kRowsOfUnit % BlockMask::kSize == 0,
+                "both routes have the same tiles");
 
  public:
   Backward(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state, double* alibi_parts)
       : p_(p), io_(io), state_(state), alibi_parts_(alibi_parts),
-        key_blocks_(ceil_div(p.len_k, Products::kKeys)), want_q_(io.grad_q.present),
-        want_k_(io.grad_k.present), want_v_(io.grad_v.present), want_alibi_(io.grad_alibi_slopes.present) {
+        key_blocks_(ceil_div(p.len_k, Products::kKeys)), rows_of_tile_(tile_rows(p, Products::kRows)),
+        want_q_(io.grad_q.present), want_k_(io.grad_k.present), want_v_(io.grad_v.present),
+        want_alibi_(io.grad_alibi_slopes.present) {
     add_bias(io.grad_bias, io.bias_size);
     add_bias(io.grad_float_mask, io.float_mask_size);
   }
@@ -100,9 +102,9 @@ class Backward {
       const Scores<T> scores(p_, b, h);
       clear_bias(b, h, j0, keys);
       double alibi = 0;
-      for (int64_t i0 = 0; n > 0 && i0 < scores.valid_queries(); i0 += Products::kRows) {
-        const int64_t rows = min(Products::kRows, scores.valid_queries() - i0);
-        if (!meets(scores, i0, rows, j0, n)) continue;
+      for (int64_t i0 = 0; n > 0 && i0 < scores.valid_queries(); i0 += rows_of_tile_) {
+        const int64_t rows = min(rows_of_tile_, scores.valid_queries() - i0);
+        if (!scores.meet(i0, rows, j0, n)) continue;
         tile.set_queries(b, h, i0, rows, true);
         const auto use = [&](const Strip& strip) {
           if (want_alibi_) alibi -= weighted_distance(tile, strip);
@@ -131,11 +133,12 @@ class Backward {
     for (int64_t j0 = range.begin / Products::kKeys * Products::kKeys; j0 < range.end;
          j0 += Products::kKeys) {
       const int64_t n = min(Products::kKeys, keys - j0);
+      if (!scores.meet(i0, valid, j0, n)) continue;
       tile.set_keys(b, h / p_.group(), j0, n, true);
-      for (int64_t r0 = 0; r0 < valid; r0 += Products::kRows) {
-        const int64_t tile_rows = min(Products::kRows, valid - r0);
-        if (!meets(scores, i0 + r0, tile_rows, j0, n)) continue;
-        tile.set_queries(b, h, i0 + r0, tile_rows, false);
+      for (int64_t r0 = 0; r0 < valid; r0 += rows_of_tile_) {
+        const int64_t rows_here = min(rows_of_tile_, valid - r0);
+        if (!scores.meet(i0 + r0, rows_here, j0, n)) continue;
+        tile.set_queries(b, h, i0 + r0, rows_here, false);
         tile.compute(scores, [](const Strip&) {}, grad_q + r0 * ld, ld);
       }
     }
@@ -171,11 +174,6 @@ class Backward {
         }
       }
     }
-  }
-
-  static bool meets(const Scores<T>& scores, int64_t i0, int64_t rows, int64_t j0, int64_t n) {
-    const KeyRange range = scores.visible(i0, rows);
-    return range.begin < j0 + n && range.end > j0;
   }
 
   // sum dS * |i + Nk - Nq - j|, in double: it adds up over the whole matrix.
@@ -218,7 +216,7 @@ class Backward {
   const BackwardIO& io_;
   const RowState<T>& state_;
   double* const alibi_parts_;
-  const int64_t key_blocks_;
+  const int64_t key_blocks_, rows_of_tile_;
   const bool want_q_, want_k_, want_v_, want_alibi_;
   const StridedView* bias_[2] = {};  // gradients that take tiles, last stride 1; in T where they add up
   int biases_ = 0;

@@ -35,8 +35,7 @@ void bias_backward(const AttentionParams& p, const BackwardIO& io, const RowStat
           tile.set_keys(b, h / p.group(), j0, min(Products::kKeys, min(j_end, p.valid_keys(b)) - j0), false);
           for (int64_t i0 = i_begin; i0 < min(i_end, scores.valid_queries()); i0 += Products::kRows) {
             const int64_t rows = min(Products::kRows, min(i_end, scores.valid_queries()) - i0);
-            const KeyRange range = scores.visible(i0, rows);
-            if (range.begin >= j0 + tile.n || range.end <= j0) continue;
+            if (!scores.meet(i0, rows, j0, tile.n)) continue;
             tile.set_queries(b, h, i0, rows, false);
             const auto use = [&](const Strip& s) {
               for (int64_t r = 0; r < s.rows; r++) {

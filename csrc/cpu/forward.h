@@ -28,13 +28,14 @@ class ForwardUnit {
     start();
     const KeyRange range = scores_.visible(i0_, valid);
     for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
-      const int64_t n = min(kBlockKeys, range.end - j0);
-      products_.set_keys(b_, h_kv, j0, n);
+      const KeyRange keys = scores_.narrowed(i0_, valid, {j0, min(j0 + kBlockKeys, range.end)});
+      if (keys.begin >= keys.end) continue;
+      products_.set_keys(b_, h_kv, keys.begin, keys.end - keys.begin);
       for (int64_t r0 = 0; r0 < valid; r0 += Products::kStripRows) {
         const int64_t rows = min(Products::kStripRows, valid - r0);
         const KeyRange tile = scores_.visible(i0_ + r0, rows);
-        if (tile.end <= j0 || tile.begin >= j0 + n) continue;
-        attend(r0, rows, j0, products_.keys_until(tile.end));
+        if (tile.end <= keys.begin || tile.begin >= keys.end) continue;
+        attend(r0, rows, keys.begin, products_.keys_until(tile.end));
       }
     }
     finish();

@@ -51,11 +51,13 @@ class GradTile {
   // and `grad` has dS, the gradient of the logits, of that strip. Adds to dQ [rows][ld] where it is not null.
   template <class Use>
   void compute(const Scores<T>& scores, const Use& use, T* grad_q, int64_t ld) {
-    const bool is_plain = plain();
+    const bool is_plain = plain(scores);
     for (int64_t r = 0; r < rows; r++) prob_sum_[r] = T(0);
     for (int64_t r0 = 0; r0 < rows; r0 += Products::kStripRows) {
       const int64_t strip_rows = min(Products::kStripRows, rows - r0);
-      const KeyRange range = scores.visible(i0 + r0, strip_rows);
+      const KeyRange visible = scores.visible(i0 + r0, strip_rows);
+      const KeyRange range =
+          scores.narrowed(i0 + r0, strip_rows, {max(visible.begin, j0), min(visible.end, j0 + n)});
       const int64_t begin = max(0, min(range.begin - j0, n)), end = max(begin, min(range.end - j0, n));
       const KeyRange keys = products.meet(r0, {begin, end});
       for (int64_t c0 = keys.begin; c0 < min(keys.end, n); c0 += Products::kStripKeys) {
@@ -83,13 +85,14 @@ class GradTile {
   static constexpr int64_t kLd = Products::kStripKeys;
 
   // Whether P and dS need no more than the products, the rows' LSE and delta, and one mask: no term of the logits, no
-  // dropout, and no NaN or infinity to be kept from rows that do not see it.
-  bool plain() const {
+  // dropout, no part of a block to hide, and no NaN or infinity to be kept from rows that do not see it.
+  bool plain(const Scores<T>& scores) const {
     if constexpr (Products::kPlainStrips) {
       const bool terms =
           p_.bias.present || p_.float_mask.present || p_.alibi_slopes.present || has_cap<T>(p_);
       const bool mask = !p_.bool_mask.present || p_.bool_mask.stride[3] == 1;
-      return !terms && mask && p_.dropout.threshold == 0 && products.finite();
+      return !terms && mask && p_.dropout.threshold == 0 && products.finite() &&
+             scores.whole_blocks(i0, rows, j0, n);
     }
     return false;
   }

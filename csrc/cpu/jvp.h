@@ -44,12 +44,14 @@ class TangentUnit {
     start(valid);
     const KeyRange range = scores_.visible(i0_, valid);
     for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
-      const int64_t n = min(kBlockKeys, range.end - j0);
-      set_keys(j0, n);
+      const KeyRange keys = scores_.narrowed(i0_, valid, {j0, min(j0 + kBlockKeys, range.end)});
+      if (keys.begin >= keys.end) continue;
+      const int64_t n = keys.end - keys.begin;
+      set_keys(keys.begin, n);
       for (int64_t r0 = 0; r0 < valid; r0 += kStripRows) {
         const int64_t rows = min(kStripRows, valid - r0);
         const KeyRange strip = scores_.visible(i0_ + r0, rows);
-        if (strip.end > j0 && strip.begin < j0 + n) attend(r0, rows, j0, n);
+        if (strip.end > keys.begin && strip.begin < keys.end) attend(r0, rows, keys.begin, n);
       }
     }
     finish();

@@ -1,4 +1,5 @@
-// From raw products to logits: softcap, bias, float mask, ALiBi, and which keys each query may see.
+// From raw products to logits: softcap, bias, float mask, ALiBi, and which keys each query may see. Tiles that nobody
+// sees are left out of the loops by meet() and narrowed(); finish() hides what is hidden in the others.
 namespace attn_ext {
 namespace ATTN_ISA {
 
@@ -53,6 +54,36 @@ class Scores {
     return end > begin ? KeyRange{begin, end} : KeyRange{0, 0};
   }
 
+  // Whether rows i0 .. i0+rows see any of the keys j0 .. j0+n, as far as intervals and the block mask tell.
+  bool meet(int64_t i0, int64_t rows, int64_t j0, int64_t n) const {
+    const KeyRange range = visible(i0, rows);
+    const KeyRange keys = narrowed(i0, rows, {max(range.begin, j0), min(range.end, j0 + n)});
+    return keys.begin < keys.end;
+  }
+
+  // `keys` without the blocks at either end of which the block mask shows these rows no key.
+  KeyRange narrowed(int64_t i0, int64_t rows, KeyRange keys) const {
+    if (!p_.block_mask.present()) return keys;
+    constexpr int64_t size = BlockMask::kSize;
+    while (keys.begin < keys.end && !any_block(i0, rows, keys.begin / size))
+      keys.begin = (keys.begin / size + 1) * size;
+    while (keys.begin < keys.end && !any_block(i0, rows, (keys.end - 1) / size))
+      keys.end = (keys.end - 1) / size * size;
+    return keys;
+  }
+
+  // Whether the block mask hides none of the keys j0 .. j0+n from rows i0 .. i0+rows.
+  bool whole_blocks(int64_t i0, int64_t rows, int64_t j0, int64_t n) const {
+    if (!p_.block_mask.present()) return true;
+    constexpr int64_t size = BlockMask::kSize;
+    for (int64_t i = i0 / size; i * size < i0 + rows; i++) {
+      for (int64_t j = j0 / size; j * size < j0 + n; j++) {
+        if (p_.block_mask.block(b_, h_, i, j) != 1) return false;
+      }
+    }
+    return true;
+  }
+
   // Turns the products s (rows i0 .. i0+rows, keys j0 .. j0+n; scale already inside) into logits in place.
   // Hidden keys, and the columns from n up to padded(n), become -inf. With softcap and `slope_of_cap` given, writes
   // the derivative d(capped)/d(raw) there, which the backward needs.
@@ -70,6 +101,7 @@ class Scores {
           for (int64_t j = 0; j < n; j++) row[j] -= slope_ * distance(center - j);
         }
         if (p_.bool_mask.present) hide(row, i, j0, n);
+        if (p_.block_mask.present()) hide_blocks(row, i, j0, n);
       }
       const int64_t begin = max(0, min(range.begin - j0, padded<T>(n))),
                     end = max(begin, min(range.end - j0, n));
@@ -111,6 +143,27 @@ class Scores {
       for (int64_t j = 0; j < n; j++) row[j] = mask[j] ? row[j] : -infinity<T>();
     } else {
       for (int64_t j = 0; j < n; j++) row[j] = mask[j * step] ? row[j] : -infinity<T>();
+    }
+  }
+
+  bool any_block(int64_t i0, int64_t rows, int64_t key_block) const {
+    for (int64_t i = i0 / BlockMask::kSize; i * BlockMask::kSize < i0 + rows; i++) {
+      if (p_.block_mask.block(b_, h_, i, key_block) != 0) return true;
+    }
+    return false;
+  }
+
+  void hide_blocks(T* row, int64_t i, int64_t j0, int64_t n) const {
+    constexpr int64_t size = BlockMask::kSize;
+    for (int64_t j = j0, end; j < j0 + n; j = end) {
+      end = min(j0 + n, (j / size + 1) * size);
+      const int32_t block = p_.block_mask.block(b_, h_, i / size, j / size);
+      if (block == 1) continue;
+      const uint64_t seen = p_.block_mask.keys(block, i) >> j % size;
+      for (int64_t x = 0; x < end - j; x++) {
+        T& logit = row[j - j0 + x];
+        logit = seen >> x & 1 ? logit : -infinity<T>();
+      }
     }
   }
 

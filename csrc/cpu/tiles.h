@@ -4,13 +4,18 @@ namespace ATTN_ISA {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Rows of a tile: `most`, or those of one row of blocks, which see the same ones.
+inline int64_t tile_rows(const AttentionParams& p, int64_t most) {
+  return p.block_mask.present() ? BlockMask::kSize : most;
+}
+
 // Query rows for which a unit of forward work packs K and V: `most`, or with few heads and short sequences fewer, so
 // that there are `enough` units to give every thread work. The choice depends on the shape alone: never on the number
 // of threads.
 constexpr int64_t kLeastUnitRows = 48;
 inline int64_t unit_rows(const AttentionParams& p, int64_t most, int64_t enough) {
-  int64_t rows = most;
-  while (rows > kLeastUnitRows && p.batch * p.heads_q * ceil_div(p.len_q, rows) < enough) rows /= 2;
+  int64_t rows = tile_rows(p, most);
+  while (rows / 2 >= kLeastUnitRows && p.batch * p.heads_q * ceil_div(p.len_q, rows) < enough) rows /= 2;
   return min(rows, max(p.len_q, 1));
 }
 
