@@ -21,10 +21,11 @@ except ImportError as error:
         "There is no slower path in Python that it would fall back to."
     ) from error
 
-from . import reference, viz
+from . import masks, reference, viz
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .integrations.sdpa import patch_sdpa
 from .integrations.torch_modules import replace_attention
+from .masks import BlockMask
 from .modules import (
     CrossAttention,
     MultiHeadAttention,
@@ -50,6 +51,7 @@ __version__ = _C.build_info()["version"]
 
 __all__ = [
     "ALiBi",
+    "BlockMask",
     "CrossAttention",
     "LaunchPlan",
     "LearnedPositionalEncoding",
@@ -68,6 +70,7 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "launch_plan",
+    "masks",
     "merge_attention",
     "patch_sdpa",
     "reference",

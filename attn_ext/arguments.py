@@ -185,7 +185,7 @@ def sdpa_shapes(query, key, value, mask, enable_gqa):
     q, k, v = (_four_dims(t, batch, h) for t, h in ((query, heads), (key, heads_kv), (value, heads_kv)))
     if isinstance(mask, torch.Tensor) and mask.dim() > 3:
         full = (*batch, heads, q.shape[2], k.shape[2])
-        if mask.dim() > max(4, len(full)) or not _broadcasts_to(mask.shape, full):
+        if mask.dim() > max(4, len(full)) or not broadcasts_to(mask.shape, full):
             raise ArgumentValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
         if len(batch) > 1:
             if any(n != 1 for n in mask.shape[:-3]):
@@ -225,9 +225,9 @@ def score_term(name, t, q, len_k, autocast, *, bool_allowed=False):
         )
     if t.dtype != torch.bool or not bool_allowed:
         t = _additive(name, t, q, autocast, bool_allowed)
-    _same_device(name, t, q)
+    same_device(name, t, q)
     full = (*q.shape[:3], len_k)
-    if t.dim() > 4 or not _broadcasts_to(t.shape, full):
+    if t.dim() > 4 or not broadcasts_to(t.shape, full):
         raise ArgumentValueError(
             f"{name} must broadcast to (batch, query heads, query length, key length) = {tuple(full)}, "
             f"got shape {tuple(t.shape)}"
@@ -260,7 +260,7 @@ def per_head(name, t, q, autocast, *, batch_allowed=False):
     """ALiBi slopes (Hq,) or (B, Hq), or sinks (Hq,); dtype as for a bias."""
     check_tensor(name, t)
     t = _additive(name, t, q, autocast, False)
-    _same_device(name, t, q)
+    same_device(name, t, q)
     batch, heads = q.shape[:2]
     if t.shape != (heads,) and not (batch_allowed and t.shape == (batch, heads)):
         allowed = f"({heads},) or ({batch}, {heads})" if batch_allowed else f"({heads},)"
@@ -284,7 +284,7 @@ def lengths(name, values, q, limit, limit_name):
             raise ArgumentValueError(
                 f"{name} must have shape (batch,) = ({batch},), got {tuple(values.shape)}"
             )
-        _same_device(name, values, q)
+        same_device(name, values, q)
         result, known = values.long(), _readable(values)
     elif isinstance(values, (list, tuple)) and all(_is_int(n) for n in values):
         if len(values) != batch:
@@ -373,7 +373,7 @@ def _additive(name, t, q, autocast, bool_allowed):
     raise ArgumentTypeError(f"{name} must be {' or '.join(allowed)}, got {t.dtype}")
 
 
-def _same_device(name, t, q):
+def same_device(name, t, q):
     if t.device != q.device:
         raise ArgumentTypeError(f"{name} must be on the device of q, {q.device}, got {t.device}")
 
@@ -388,7 +388,7 @@ def _readable(values):
         return ()
 
 
-def _broadcasts_to(shape, full):
+def broadcasts_to(shape, full):
     """Whether each axis, aligned at the right, is 1 or full; more axes than full has must be 1."""
     missing = len(full) - len(shape)
     for axis, n in enumerate(shape):

@@ -43,8 +43,11 @@ class Options(NamedTuple):
     allow_tf32: bool = False  # arguments.allows_tf32, kept for the backward: it needs the forward's scores
 
     def with_tensors(self, *tensors):
-        """What the ops take at their end: the numbers, the 10 optional tensors, allow_tf32."""
-        return (*self[:6], *tensors, self.allow_tf32)
+        """What the ops take at their end: the numbers, the 10 optional tensors, allow_tf32.
+
+        A block mask's two may be left out.
+        """
+        return (*self[:6], *tensors, *(None,) * (10 - len(tensors)), self.allow_tf32)
 
     def of_scores(self):
         """Those that shape the scores, as keyword arguments of :mod:`attn_ext.reference`."""
@@ -315,7 +318,7 @@ class _PlainAttention(torch.autograd.Function):
         q, k, v, out, lse_parts = ctx.saved_tensors
         args = (grad_out, None, q, k, v, out, lse_parts, output_mask, ctx.scale, ctx.causal)
         if torch.is_grad_enabled() or in_transform():
-            grads = _gradients(*args[:8], *Options(*args[8:]).with_tensors(*(None,) * 10))
+            grads = _gradients(*args[:8], *Options(*args[8:]).with_tensors(*(None,) * 8))
         else:
             grads = _below_autograd(_backward_op, *args)
         return (*(g if need else None for g, need in zip(grads, wanted, strict=False)), None, None)

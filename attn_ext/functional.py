@@ -6,6 +6,7 @@ import torch
 
 from . import arguments, weights
 from . import autograd as _autograd
+from .masks import BlockMask
 
 RETURN_WEIGHTS = (None, "full", "mean_heads", "colsum")
 
@@ -19,6 +20,7 @@ def attention(
     bias=None,
     causal=False,
     window=None,
+    block_mask=None,
     scale=None,
     softcap=None,
     alibi_slopes=None,
@@ -53,6 +55,8 @@ def attention(
             every key. "upper_left": if j <= i.
         window: (left, right): i + offset - left <= j <= i + offset + right, with the offset of ``causal``
             (Nk - Nq also without it). None or -1 leaves a side open. W keys up to the diagonal: (W - 1, 0).
+        block_mask: :class:`attn_ext.masks.BlockMask`: a sparse pattern (sliding window, global tokens, packed
+            documents, any predicate), of which hidden blocks cost nothing. Together with all other rules.
         scale: finite; default 1 / sqrt(D).
         softcap: > 0, see above; None: none.
         alibi_slopes: (Hq,) or (B, Hq).
@@ -94,7 +98,8 @@ def attention(
             f"deterministic must be None, True or False, got {deterministic!r}"
         )
     if (
-        mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is query_lengths is None
+        mask is bias is window is block_mask is softcap is alibi_slopes is sinks is None
+        and key_lengths is query_lengths is None
         and generator is None
         and not return_lse
         and return_weights != "colsum"
@@ -111,14 +116,14 @@ def attention(
             alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
             dropout_p=dropout_p, generator=generator,
         )  # fmt: skip
-        blocks = (None, None)
+        blocks = blocks_of(block_mask, q, k.shape[2])
         out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options, *blocks)
         if return_weights is None:
             return (out, lse) if return_lse else out
-    if return_weights == "full":
-        p = weights.full(q, k, *terms, options)
-    elif return_weights == "mean_heads":
-        p = weights.mean_heads(q, k, *terms, options)
+    if return_weights in ("full", "mean_heads"):
+        if block_mask is not None:  # a matrix of their size is made anyway
+            terms = weights.with_dense_mask(terms, block_mask)
+        p = (weights.full if return_weights == "full" else weights.mean_heads)(q, k, *terms, options)
     else:
         p = weights.column_sums(q, k, lse_parts, *terms, *blocks, options)
     return (out, lse, p) if return_lse else (out, p)
@@ -244,6 +249,32 @@ def resolve(
         arguments.alignment(causal), window, scale, softcap, dropout_p,
     )  # fmt: skip
     return q, k, v, terms, arguments.rng_state(options.dropout_p, generator, q.device), options
+
+
+def blocks_of(block_mask, q, len_k):
+    """The map and the tiles of a :class:`attn_ext.masks.BlockMask` that fits q; (None, None) for None."""
+    if block_mask is None:
+        return None, None
+    if not isinstance(block_mask, BlockMask):
+        hint = ""
+        if type(block_mask).__module__.startswith("torch.nn.attention"):
+            hint = (
+                " (attn_ext.masks.BlockMask.from_predicate takes the mask_mod that torch's was made from: "
+                "block_mask.mask_mod)"
+            )
+        elif isinstance(block_mask, torch.Tensor):
+            hint = " (a tensor goes into mask=, or through BlockMask.from_dense)"
+        raise arguments.ArgumentTypeError(
+            f"block_mask must be an attn_ext.masks.BlockMask, got {type(block_mask).__name__}{hint}"
+        )
+    full = (*q.shape[:3], len_k)
+    if not (arguments.broadcasts_to(block_mask.shape[:2], full[:2]) and block_mask.shape[2:] == full[2:]):
+        raise arguments.ArgumentValueError(
+            "block_mask must be made for (batch or 1, query heads or 1, query length, key length) = "
+            f"{tuple(full)}, got one for {tuple(block_mask.shape)}"
+        )
+    arguments.same_device("block_mask", block_mask, q)
+    return block_mask.map, block_mask.tiles
 
 
 def _plain(q, k, v, scale, causal, gqa):

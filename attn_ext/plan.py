@@ -91,12 +91,14 @@ def launch_plan(
     """
     if arch not in MULTIPROCESSORS:
         raise arguments.ArgumentValueError(f"arch must be one of {', '.join(MULTIPROCESSORS)}, got {arch!r}")
+    block_mask = options.pop("block_mask", None)
     q, k, v, terms, rng_state, numbers = functional.resolve(q, k, v, **options)
+    blocks = functional.blocks_of(block_mask, q, k.shape[2])
     if allow_tf32 is None:
         allow_tf32 = arguments.tf32_switch()
     elif not isinstance(allow_tf32, bool):
         raise arguments.ArgumentValueError(f"allow_tf32 must be None, True or False, got {allow_tf32!r}")
-    call = numbers._replace(allow_tf32=allow_tf32).with_tensors(*terms, rng_state)
+    call = numbers._replace(allow_tf32=allow_tf32).with_tensors(*terms, rng_state, *blocks)
     if multiprocessors is None:
         multiprocessors = MULTIPROCESSORS[arch]
     elif not isinstance(multiprocessors, int) or multiprocessors < 1:

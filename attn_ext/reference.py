@@ -25,8 +25,8 @@ import torch
 
 def attention(
     q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None,
-    sinks=None, key_lengths=None, query_lengths=None, dropout_p=0.0, rng_state=None, corner=(0, 0, 0),
-    of_queries=None,
+    sinks=None, key_lengths=None, query_lengths=None, block_mask=None, dropout_p=0.0, rng_state=None,
+    corner=(0, 0, 0), of_queries=None,
 ):  # fmt: skip
     """Return ``(out, lse)``: out (B, Hq, Nq, Dv) in q's dtype, lse (B, Hq, Nq) in float32 or float64 as q is.
 
@@ -40,7 +40,7 @@ def attention(
     part = {"first_query": corner[2], "of_queries": of_queries}
     visible = visibility(
         q.shape[-2], k.shape[-2], mask=mask, bias=bias, causal=causal, window=window,
-        key_lengths=key_lengths, query_lengths=query_lengths, device=q.device, **part,
+        key_lengths=key_lengths, query_lengths=query_lengths, block_mask=block_mask, device=q.device, **part,
     )  # fmt: skip
     s = scores(
         q, k, visible, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, **part
@@ -63,12 +63,12 @@ def attention(
 
 def weights(
     q, k, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None,
-    sinks=None, key_lengths=None, query_lengths=None,
+    sinks=None, key_lengths=None, query_lengths=None, block_mask=None,
 ):  # fmt: skip
     """The probabilities p (B, Hq, Nq, Nk) before dropout, in float32 or float64; options as in attention."""
     visible = visibility(
         q.shape[-2], k.shape[-2], mask=mask, bias=bias, causal=causal, window=window,
-        key_lengths=key_lengths, query_lengths=query_lengths, device=q.device,
+        key_lengths=key_lengths, query_lengths=query_lengths, block_mask=block_mask, device=q.device,
     )  # fmt: skip
     s = scores(q, k, visible, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes)
     return softmax(s, sinks)[0]
@@ -76,15 +76,16 @@ def weights(
 
 def visibility(
     num_queries, num_keys, *, mask=None, bias=None, causal=False, window=None, key_lengths=None,
-    query_lengths=None, device=None, first_query=0, of_queries=None,
+    query_lengths=None, block_mask=None, device=None, first_query=0, of_queries=None,
 ):  # fmt: skip
     """Which query may see which key: bool, broadcasts to (B, Hq, Nq, Nk). Every rule must allow a pair.
 
     mask: bool (True = may attend) or float (-inf hides, as it does in bias). causal: False, "upper_left"
     (j <= i) or "lower_right" = True (j <= i + Nk - Nq). window (left, right): i + offset - left <= j <=
     i + offset + right, where None and -1 are open and offset is 0 for "upper_left", else Nk - Nq.
-    key_lengths, query_lengths (B,): j < key_length, i < query_length. The queries are those from first_query
-    on of of_queries; None: all there are.
+    key_lengths, query_lengths (B,): j < key_length, i < query_length. block_mask: a
+    :class:`attn_ext.masks.BlockMask`. The queries are those from first_query on of of_queries; None: all
+    there are.
     """
     if not isinstance(causal, bool) and causal not in ("upper_left", "lower_right"):
         raise ValueError(f"causal must be False, True, 'upper_left' or 'lower_right', got {causal!r}")
@@ -106,6 +107,8 @@ def visibility(
         visible = visible & (j < _column(key_lengths, device))
     if query_lengths is not None:
         visible = visible & (i < _column(query_lengths, device))
+    if block_mask is not None:
+        visible = visible & block_mask.to_dense(first_query, num_queries)
     if mask is not None:
         visible = visible & (mask if mask.dtype == torch.bool else mask != -math.inf)
     if bias is not None:

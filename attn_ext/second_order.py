@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference
+from .masks import BlockMask
 
 # Scores of a block: 2^22 make 32 MiB a copy in float64, of which about ten live at a time.
 BLOCK_SCORES = 1 << 22
@@ -41,10 +42,14 @@ class Problem(NamedTuple):
         """{"out", "lse"} of the tensors called INPUTS."""
         float_mask, o = tensors.get("float_mask"), self.options
         mask = self.bool_mask if float_mask is None else float_mask
+        blocks = None
+        if self.block_map is not None:
+            len_q = tensors["q"].shape[2] if self.of_queries is None else self.of_queries
+            blocks = BlockMask(self.block_map, self.block_tiles, len_q, tensors["k"].shape[2])
         if float_mask is not None and self.bool_mask is not None:
             mask = float_mask.masked_fill(~self.bool_mask, -torch.inf)
         out, lse = reference.attention(
-            tensors["q"], tensors["k"], tensors["v"], mask=mask, bias=tensors.get("bias"),
+            tensors["q"], tensors["k"], tensors["v"], mask=mask, bias=tensors.get("bias"), block_mask=blocks,
             alibi_slopes=tensors.get("alibi_slopes"), sinks=tensors.get("sinks"), **o.of_scores(),
             key_lengths=self.key_lengths, query_lengths=self.query_lengths, dropout_p=o.dropout_p,
             rng_state=self.rng_state, corner=self.corner, of_queries=self.of_queries,
@@ -218,6 +223,8 @@ class _Block(NamedTuple):
         name = name.removeprefix("tangent_")
         if name in ("k", "v"):
             return {0: self.batch, 1: self.heads_kv}
+        if name == "block_map":  # whose rows are blocks of queries: all of them stay
+            return {axis: cut for axis, cut in enumerate((self.batch, self.heads_q)) if t.shape[axis] > 1}
         if name in ("bias", "float_mask", "bool_mask"):
             cuts = {0: self.batch, 1: self.heads_q, 2: self.rows}
             return {axis: cut for axis, cut in cuts.items() if t.shape[axis] > 1}
@@ -237,6 +244,7 @@ class _Block(NamedTuple):
         lengths = whole.query_lengths
         return whole._replace(
             bool_mask=None if whole.bool_mask is None else self.take("bool_mask", whole.bool_mask),
+            block_map=None if whole.block_map is None else self.take("block_map", whole.block_map),
             key_lengths=None if whole.key_lengths is None else whole.key_lengths[self.batch],
             query_lengths=None if lengths is None else lengths[self.batch],
             corner=(self.batch.start, self.heads_q.start, self.rows.start),

@@ -24,6 +24,15 @@ def full(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, qu
     return _weights(q, k, bias, mask, alibi_slopes, sinks, key_lengths, query_lengths, options).to(q.dtype)
 
 
+def with_dense_mask(terms, block_mask):
+    """The optional tensors (bias, float_mask, bool_mask, ...) with a BlockMask inside the mask."""
+    bias, float_mask, bool_mask, *rest = terms
+    visible = block_mask.to_dense()
+    if float_mask is not None:
+        return bias, float_mask.masked_fill(~visible, -math.inf), None, *rest
+    return bias, None, visible if bool_mask is None else bool_mask & visible, *rest
+
+
 def column_sums(
     q, k, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, block_map,
     block_tiles, options,

@@ -27,7 +27,8 @@ def pairs(len_q, len_k, causal=False, window=None):
 
 def oracle(
     q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None,
-    sinks=None, key_lengths=None, query_lengths=None, keep=None, dtype=torch.float64, product=torch.einsum,
+    sinks=None, key_lengths=None, query_lengths=None, block_mask=None, keep=None, dtype=torch.float64,
+    product=torch.einsum,
 ):  # fmt: skip
     """``(out, lse, probabilities)``, all in ``dtype``; ``keep`` holds dropout's factors 0 or 1 / (1 - p).
 
@@ -42,6 +43,8 @@ def oracle(
         k, v = k[:, own], v[:, own]
 
     seen = pairs(len_q, len_k, causal, window).expand(batch, heads, len_q, len_k)
+    if block_mask is not None:
+        seen = seen & block_mask.to_dense()
     extra = q.new_zeros(())
     for term in (mask, bias):
         if term is None:

@@ -77,7 +77,7 @@ def test_many_python_threads_at_once():
 @pytest.mark.parametrize("isa", [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()])
 def test_the_other_instruction_sets(isa):
     """The comparison with the reference again, on every other build that this machine can run."""
-    files = [str(HERE / name) for name in ("test_attention.py", "test_forward_mode.py")]
+    files = [str(HERE / name) for name in ("test_attention.py", "test_forward_mode.py", "test_block_mask.py")]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = run_python(*tests, ATTN_EXT_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import arguments
 from ..arguments import ArgumentTypeError, ArgumentValueError
 from ..functional import attention, merge_attention
+from ..masks import BlockMask
 from .score_terms import score_terms
 from .torch_conversion import copy_parameters, torch_arguments, used_extras
 
@@ -193,6 +194,7 @@ class MultiHeadAttention(nn.Module):
         is_causal: bool = False,
         *,
         attn_bias: Tensor | None = None,
+        block_mask: BlockMask | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         r"""Attend with `query` to `key` and `value`; True in a boolean mask means may NOT attend.
 
@@ -212,6 +214,8 @@ class MultiHeadAttention(nn.Module):
             attn_bias: floating, broadcastable to (N, num_heads, L, S), added to the logits; may require
                 gradients. Given beside both masks, two of the three are merged: the pair whose merged size is
                 smallest.
+            block_mask: a sparse pattern for L queries and S keys, whose hidden blocks cost nothing. It says what
+                is visible, not what is masked out.
 
         Floating masks and biases may have any dtype up to the wider of float32 and the query's. Extra keys
         (add_bias_kv, add_zero_attn) are seen by every query, whatever the masks, window and attn_bias say of
@@ -228,9 +232,9 @@ class MultiHeadAttention(nn.Module):
             if not isinstance(x, Tensor):
                 raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if query.is_nested:
-            if not all(x is None for x in (key_padding_mask, attn_mask, attn_bias)):
+            if not all(x is None for x in (key_padding_mask, attn_mask, attn_bias, block_mask)):
                 raise ArgumentValueError(
-                    "key_padding_mask, attn_mask and attn_bias must be None with a nested query"
+                    "key_padding_mask, attn_mask, attn_bias and block_mask must be None with a nested query"
                 )
             return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check_inputs(query, key, value)
@@ -249,7 +253,9 @@ class MultiHeadAttention(nn.Module):
         if need_weights:
             weights_kind = "mean_heads" if average_attn_weights else "full"
         causal = "upper_left" if is_causal and attn_mask is None else False
-        options = dict(mask=mask, bias=bias, causal=causal, window=self.window, **terms)
+        options = dict(
+            mask=mask, bias=bias, causal=causal, window=self.window, block_mask=block_mask, **terms
+        )
         if self.bias_k is None and not self.add_zero_attn:
             result = self._attend(placed_q, placed_k, v, return_weights=weights_kind, **options)
             out, weights = result if need_weights else (result, None)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..masks import BlockMask
 from .multihead import MultiHeadAttention
 
 
@@ -44,15 +45,24 @@ class SelfAttention(MultiHeadAttention):
         attn_mask: Tensor | None = None,
         *,
         attn_bias: Tensor | None = None,
+        block_mask: BlockMask | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (N, L, embed_dim) if batch_first, else (L, N, embed_dim), or (L, embed_dim) -> the same shape.
 
         With need_weights a pair: also the weights of each head, (N, H, L, L). True in a boolean mask means
-        may NOT be attended to; masks, attn_bias and errors are those of MultiHeadAttention.
+        may NOT be attended to; masks, attn_bias, block_mask and errors are those of MultiHeadAttention.
         """
         out, weights = super().forward(
-            x, x, x, key_padding_mask, need_weights, attn_mask, False, attn_bias=attn_bias
+            x,
+            x,
+            x,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            False,
+            attn_bias=attn_bias,
+            block_mask=block_mask,
         )
         return (out, weights) if need_weights else out
 
@@ -96,6 +106,7 @@ class CrossAttention(MultiHeadAttention):
         attn_mask: Tensor | None = None,
         *,
         attn_bias: Tensor | None = None,
+        block_mask: BlockMask | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (N, L, embed_dim), context (N, S, context_dim) if batch_first, else (L, N, ...), (S, N, ...).
@@ -104,6 +115,7 @@ class CrossAttention(MultiHeadAttention):
         each head, (N, H, L, S). key_padding_mask (N, S): True = this position of context is padding.
         """
         out, weights = super().forward(
-            x, context, context, key_padding_mask, need_weights, attn_mask, False, attn_bias=attn_bias
-        )
+            x, context, context, key_padding_mask, need_weights, attn_mask, False, attn_bias=attn_bias,
+            block_mask=block_mask,
+        )  # fmt: skip
         return (out, weights) if need_weights else out
