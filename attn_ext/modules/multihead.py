@@ -214,8 +214,8 @@ class MultiHeadAttention(nn.Module):
             attn_bias: floating, broadcastable to (N, num_heads, L, S), added to the logits; may require
                 gradients. Given beside both masks, two of the three are merged: the pair whose merged size is
                 smallest.
-            block_mask: a sparse pattern for L queries and S keys, whose hidden blocks cost nothing. It says what
-                is visible, not what is masked out.
+            block_mask: a sparse pattern for L queries and S keys, whose hidden blocks cost nothing. It says
+                what is visible, not what is masked out.
 
         Floating masks and biases may have any dtype up to the wider of float32 and the query's. Extra keys
         (add_bias_kv, add_zero_attn) are seen by every query, whatever the masks, window and attn_bias say of
