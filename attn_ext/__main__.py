@@ -1,4 +1,4 @@
-"""python -m attn_ext: what was built and what this machine offers."""
+"""python -m attn_ext: what was built and what this machine offers; `bench`: how fast it is beside torch."""
 
 import argparse
 
@@ -7,9 +7,19 @@ from ._info import report
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m attn_ext", description=__doc__)
-    parser.add_argument("command", nargs="?", choices=["info"], default="info", help="info (the default)")
-    parser.parse_args()
-    print(report())
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=["info", "bench"],
+        default="info",
+        help="info: the default; bench: under a minute",
+    )
+    if parser.parse_args().command == "bench":
+        from .bench import main as bench
+
+        bench()
+    else:
+        print(report())
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import statistics
@@ -48,6 +47,7 @@ import torch.nn.functional as F
 from torch.backends.cpu import get_cpu_capability
 
 import attn_ext
+from attn_ext.bench import TOLERANCE, check_agreement, gradient, measure
 
 ISA_VARIABLES = ("ATTN_EXT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 ISAS = {
@@ -57,10 +57,6 @@ ISAS = {
 }
 HEADS = 8
 DECODE_KEYS = 8192
-SAMPLE_SECONDS = 0.02  # far above the timer's resolution and a thread switch
-MIN_ROUNDS = 3
-# Largest difference, relative to the largest value: a few roundings of the type; a wrong result is far off.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Case(NamedTuple):
@@ -157,43 +153,6 @@ def build_modules(case: Case, x: torch.Tensor) -> dict[str, Callable]:
     return {name: gradient(call(m), list(m.parameters())) for name, m in modules.items()}
 
 
-def gradient(out: torch.Tensor, leaves: list[torch.Tensor]) -> Callable:
-    grad = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)  # float16 cannot count the elements
-    return functools.partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
-
-
-def check_agreement(case: Case, functions: dict[str, Callable]) -> None:
-    results = {name: f() for name, f in functions.items()}
-    expected = results.pop("torch")
-    for name, got in results.items():
-        for a, b in zip(got, expected, strict=True):
-            error, scale = (a - b).abs().max().item(), b.abs().max().item()
-            if not error <= TOLERANCE[case.dtype] * scale:
-                raise RuntimeError(f"{name} and torch differ by {error:.2g} of {scale:.2g} in: {case}")
-
-
-def measure(
-    functions: dict[str, Callable], seconds: float, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds a call, one number a round, by name. See the top of the file."""
-
-    def sample(f: Callable, calls: int) -> float:
-        start = clock()
-        for _ in range(calls):
-            f()
-        return (clock() - start) / calls
-
-    calls = {name: math.ceil(SAMPLE_SECONDS / sample(f, 1)) for name, f in functions.items()}
-    order, samples = list(functions), {name: [] for name in functions}
-    end = clock() + seconds
-    while len(samples[order[0]]) < MIN_ROUNDS or clock() < end:
-        for name in order:
-            functions[name]()
-            samples[name].append(sample(functions[name], calls[name]))
-        order.reverse()
-    return samples
-
-
 def summarize(case: Case, samples: dict[str, list[float]]) -> list[dict]:
     """One row for each of our functions, with all samples for whoever wants another statistic."""
     theirs = samples.pop("torch")
@@ -269,7 +228,7 @@ def main() -> None:
     results = []
     for case in cases(args):
         functions = build(case)
-        check_agreement(case, functions)
+        check_agreement(str(case), case.dtype, functions)
         rows = summarize(case, measure(functions, seconds, clock))
         results += rows
         for row in rows:

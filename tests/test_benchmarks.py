@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from other_python import run_python
 
 import attn_ext
+from attn_ext import __main__, bench
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -39,3 +42,23 @@ def test_memory_measures_in_processes_of_their_own():
     assert (
         int(out.split()[-1]) < 100
     )  # MiB; a number, not an error, and nowhere near what importing torch takes
+
+
+def test_bench_command_times_every_row(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ROWS", [row._replace(queries=5, keys=7, head_dim=8) for row in bench.ROWS])
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+    monkeypatch.setattr("sys.argv", ["attn_ext", "bench"])
+    __main__.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert torch.__version__ in lines[0]
+    rows = [line for line in lines if any(line.startswith(row.name) for row in bench.ROWS)]
+    assert len(rows) == 3 * len(bench.ROWS)  # dtypes
+    for row in rows:
+        ours, theirs, ratio = map(float, row.split()[-3:])
+        assert min(ours, theirs, ratio) > 0
+
+
+def test_bench_refuses_to_time_wrong_results():
+    right, wrong = (lambda: (torch.ones(2),)), (lambda: (torch.zeros(2),))
+    with pytest.raises(RuntimeError, match="wrong and torch differ by 1 of 1 in: here"):
+        bench.check_agreement("here", torch.float32, {"torch": right, "wrong": wrong})
