@@ -3,7 +3,8 @@
     python examples/train_char_lm.py                    two minutes on two cores; prints losses and a sample
     python examples/train_char_lm.py --compare torch    the same run again with torch.nn.MultiheadAttention
     python examples/train_char_lm.py --position rope    other positions: also learned, alibi, t5
-    python examples/train_char_lm.py --window 16        each character sees only the last 16, itself included
+    python examples/train_char_lm.py --pattern window   each character sees the last 16, itself included, or
+                                                        those of --window; longformer: the first one too
     python examples/train_char_lm.py --amp              in mixed precision
 
 The text is read from the Python installation that runs this: nothing is downloaded, and its order is fixed,
@@ -14,6 +15,7 @@ layer that predicts the next character. Only one line is new: the attention is `
 
 import argparse
 import ast
+import functools
 import string
 import sysconfig
 from pathlib import Path
@@ -74,18 +76,13 @@ def batches(codes: torch.Tensor, batch: int, context: int, seed: int):
 
 
 def inside_attention(args: argparse.Namespace) -> dict:
-    """What `--position` and `--window` give to attn_ext.MultiHeadAttention, as keyword arguments."""
+    """What `--position` gives to attn_ext.MultiHeadAttention, as keyword arguments."""
     positions = {
         "rope": lambda: attn_ext.RotaryEmbedding(args.width // args.heads),
         "alibi": lambda: attn_ext.ALiBi(args.heads),
         "t5": lambda: attn_ext.T5RelativePositionBias(args.heads, bidirectional=False),
     }
-    options = {}
-    if args.position in positions:
-        options["position"] = positions[args.position]()
-    if args.window:
-        options["window"] = (args.window - 1, 0)  # the position itself and those before it
-    return options
+    return {"position": positions[args.position]()} if args.position in positions else {}
 
 
 def added_to_input(args: argparse.Namespace) -> nn.Module:
@@ -95,6 +92,16 @@ def added_to_input(args: argparse.Namespace) -> nn.Module:
     if args.position == "learned":
         return attn_ext.LearnedPositionalEncoding(args.width, args.context, batch_first=True)
     return nn.Identity()
+
+
+@functools.cache  # one for each length: the pieces all have the same, only text that is being drawn grows
+def block_mask(pattern: str, window: int, length: int, device: torch.device) -> attn_ext.BlockMask | None:
+    """Which characters each one sees besides what causality hides; None: all."""
+    if pattern == "window":
+        return attn_ext.masks.sliding_window(length, window - 1, 0, device=device)
+    if pattern == "longformer":  # its window is that of both sides together
+        return attn_ext.masks.longformer(length, 2 * (window - 1), global_tokens=[0], device=device)
+    return None
 
 
 class Block(nn.Module):
@@ -110,9 +117,9 @@ class Block(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )
 
-    def forward(self, x: torch.Tensor, causal_mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: dict) -> torch.Tensor:
         h = self.norm1(x)
-        x = x + self.attention(h, h, h, need_weights=False, attn_mask=causal_mask, is_causal=True)[0]
+        x = x + self.attention(h, h, h, need_weights=False, is_causal=True, **mask)[0]
         return x + self.feed_forward(self.norm2(x))
 
 
@@ -121,7 +128,7 @@ class CharModel(nn.Module):
 
     def __init__(self, args: argparse.Namespace, attention: str):
         super().__init__()
-        self.context = args.context
+        self.context, self.pattern, self.window = args.context, args.pattern, args.window
         self.characters = nn.Embedding(len(CHARACTERS), args.width)
         self.position = added_to_input(args)
         self.blocks = nn.ModuleList(Block(args, ATTENTION[attention]) for _ in range(args.depth))
@@ -134,7 +141,10 @@ class CharModel(nn.Module):
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         length = codes.shape[1]
         x = self.position(self.characters(codes))
-        mask = None if self.causal is None else self.causal[:length, :length]
+        if self.causal is None:
+            mask = {"block_mask": block_mask(self.pattern, self.window, length, codes.device)}
+        else:
+            mask = {"attn_mask": self.causal[:length, :length]}
         for block in self.blocks:
             x = block(x, mask)
         return self.head(self.norm(x))
@@ -189,7 +199,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--compare", choices=["torch"], help="train again with torch's attention and print both results")
     positions = ["sinusoidal", "learned", "rope", "alibi", "t5"]
     add("--position", choices=positions, default=positions[0], help="how the model knows places")
-    add("--window", type=int, help="each character sees this many, itself the last; by default all before it")
+    add(
+        "--pattern",
+        choices=["full", "window", "longformer"],
+        help="what each sees of the characters before it",
+    )
+    add(
+        "--window",
+        type=int,
+        help="characters that the sparse patterns see, the last their own; by default 16",
+    )
     add("--context", type=int, default=64, help="characters a piece")
     add("--width", type=int, default=128, help="features")
     add("--heads", type=int, default=4, help="attention heads")
@@ -200,10 +219,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--save", type=Path, help="file for the trained parameters")
     add("--load", type=Path, help="file of parameters to start from; with --steps 0 only to sample")
     args = parser.parse_args()
-    if args.window is not None and args.window < 1:
+    if args.pattern == "full" and args.window is not None:
+        parser.error("--window needs --pattern window or longformer")
+    args.pattern = args.pattern or ("full" if args.window is None else "window")
+    args.window = 16 if args.window is None else args.window
+    if args.window < 1:
         parser.error(f"--window must be at least 1, got {args.window}")
-    if args.compare and inside_attention(args):
-        parser.error("--compare torch: torch's attention has no window and no rope, alibi or t5 positions")
+    if args.compare and (inside_attention(args) or args.pattern != "full"):
+        parser.error("--compare torch: torch's attention has no patterns and no rope, alibi or t5 positions")
     return args
 
 

@@ -1,6 +1,7 @@
 """The benchmarks run and measure what they name, as a developer starts them. No time is asserted."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,16 @@ def test_bench_refuses_to_time_wrong_results():
     right, wrong = (lambda: (torch.ones(2),)), (lambda: (torch.zeros(2),))
     with pytest.raises(RuntimeError, match="wrong and torch differ by 1 of 1 in: here"):
         bench.check_agreement("here", torch.float32, {"torch": right, "wrong": wrong})
+
+
+def test_block_mask_measures_every_pattern_after_comparing_results():
+    out = run("block_mask.py", "--length", "200", "--rounds", "1", "--threads", "1", "--no-flex")
+    rows = [line for line in out.splitlines() if re.search(r"\d%", line)]
+    names = [re.match(r"\S+", line)[0] for line in rows]
+    assert names == ["causal=True", "window", "longformer", "BigBird", "documents", "fixed"]
+    for line in rows[
+        1:
+    ]:  # visible, partial, build; block, us a block, dense, torch: forward, and with backward
+        numbers = [float(n) for n in re.findall(r"(?<= )[\d.]+(?=%| |$)", line[16:])]
+        assert len(numbers) == 11
+        assert all(n > 0 for n in numbers[3:])

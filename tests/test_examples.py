@@ -61,29 +61,57 @@ def test_char_lm_in_mixed_precision(dtype):
     assert "validation losses differ by" in out
 
 
-def test_char_lm_learns_with_another_position_and_a_window():
-    out = char_lm("--steps", "20", "--position", "t5", "--window", "4", "--amp")
+def test_char_lm_learns_with_another_position_and_a_pattern():
+    sparse = ("--pattern", "longformer", "--window", "4")
+    out = char_lm("--steps", "20", "--position", "t5", *sparse, "--amp")
     before, after = map(float, re.findall(r"validation loss .*  ([\d.]+)$", out, re.MULTILINE))
     assert after < before - 0.2  # by 0.7 when this was written
 
 
+def char_model(module, monkeypatch, options):
+    monkeypatch.setattr("sys.argv", f"x {SMALL} --depth 1 {options}".split())
+    torch.manual_seed(0)
+    return module.CharModel(module.parse_arguments(), "attn_ext")
+
+
+def changes(model):
+    """How far the last logits move with the first, the second and the order of the last but one of 5."""
+    pieces = [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5], [1, 9, 3, 4, 5], [1, 2, 4, 3, 5]]
+    logits = model(torch.tensor(pieces))[:, -1]
+    return (logits[1:] - logits[0]).abs().amax(-1).tolist()
+
+
 @pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope", "alibi", "t5"])
 def test_char_lm_position_and_window_reach_the_model(position, example, monkeypatch):
-    module = example("train_char_lm")
-    options = f"x {SMALL} --depth 1 --window 3 --position {position}"
-    monkeypatch.setattr("sys.argv", options.split())
-    torch.manual_seed(0)
-    model = module.CharModel(module.parse_arguments(), "attn_ext")
-    logits = model(torch.tensor([[1, 2, 3, 4], [9, 2, 3, 4], [1, 3, 2, 4]]))
-    beyond, swapped = (logits[1:, -1] - logits[0, -1]).abs().amax(-1).tolist()
-    assert beyond == 0.0  # three characters are seen: the first of four cannot matter
-    assert swapped > 1e-5  # rounding alone: 1e-6
+    model = char_model(example("train_char_lm"), monkeypatch, f"--window 3 --position {position}")
+    first, second, order = changes(model)
+    assert first == second == 0.0  # three characters are seen, the last three
+    assert order > 1e-5  # rounding alone: 1e-6
 
 
-def test_char_lm_refuses_what_torch_cannot_do():
-    result = run_python(EXAMPLES / "train_char_lm.py", "--compare", "torch", "--position", "rope")
+@pytest.mark.parametrize(("pattern", "seen"), [("full", (True, True)), ("longformer", (True, False))])
+def test_char_lm_patterns_reach_the_model(pattern, seen, example, monkeypatch):
+    window = "" if pattern == "full" else "--window 3"
+    model = char_model(example("train_char_lm"), monkeypatch, f"--pattern {pattern} {window}")
+    first, second, order = changes(model)
+    assert (first > 1e-5, second > 1e-5) == seen
+    assert seen[1] or second == 0.0
+    assert order > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--compare torch --position rope", "torch's attention has no patterns and no rope"),
+        ("--compare torch --pattern window", "torch's attention has no patterns and no rope"),
+        ("--pattern full --window 3", "--window needs --pattern window or longformer"),
+        ("--window 0", "--window must be at least 1, got 0"),
+    ],
+)
+def test_char_lm_refuses_what_it_would_ignore(options, problem):
+    result = run_python(EXAMPLES / "train_char_lm.py", *options.split())
     assert result.returncode == 2
-    assert "torch's attention has no window and no rope" in result.stderr
+    assert problem in result.stderr
 
 
 # ---- classify_digits_vit.py ----

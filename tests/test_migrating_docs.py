@@ -8,7 +8,7 @@ import pytest
 GUIDES = Path(__file__).parents[1] / "docs" / "migrating"
 
 
-@pytest.mark.parametrize("name", ["torch_sdpa", "multihead_attention"])
+@pytest.mark.parametrize("name", ["torch_sdpa", "multihead_attention", "flex_attention"])
 def test_examples_run(name, capsys):
     names = {}
     text = (GUIDES / f"{name}.md").read_text()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from other_python import run_python
 from torch import nn
 
 import attn_ext
-from attn_ext import viz
+from attn_ext import masks, viz
+from attn_ext.masks import BlockMask
 
 
 def module(**options):
@@ -43,6 +45,8 @@ ATTN_MASK = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
         ),
         ({}, {"attn_mask": torch.randn(8, 5, 5, dtype=torch.float64)}),  # of each sample and head
         ({}, {"is_causal": True, "attn_mask": ATTN_MASK}),
+        ({"num_kv_heads": 2}, {"block_mask": masks.big_bird(5, 1, 1, 1, 1, heads=4)}),
+        ({"add_bias_kv": True}, {"block_mask": masks.causal(5), "key_padding_mask": PADDING}),
         ({}, {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}),  # nobody sees anything
     ],
 )
@@ -174,6 +178,12 @@ def test_long_sequences_label_every_nth_token():
     assert queries == keys == tokens[::3]
 
 
+@pytest.mark.parametrize(("tokens", "rotation"), [(["ab", "c"], 0), (["abc", "c"], 90)])
+def test_long_labels_of_keys_are_turned(tokens, rotation):
+    ax = viz.plot_attention(torch.rand(2, 2), tokens).axes[0]
+    assert {label.get_rotation() for label in ax.get_xticklabels()} == {rotation}
+
+
 @pytest.mark.parametrize("as_float", [False, True])
 def test_masks_have_two_colours(as_float):
     mask = torch.ones(3, 3).tril().bool()
@@ -188,6 +198,25 @@ def test_masks_with_values_have_a_scale():
     shown = pictures(figure)
     assert [title for title, *_ in shown] == ["head 0", "head 1"]
     assert shown[0][1].filled(-9).tolist() == [[0.0, -1.0], [-9.0, 2.0]]
+
+
+def test_block_masks_have_three_shades():
+    """Blocks of the first sample, for each head, along axes that count positions; elements with tokens."""
+    heads = torch.tensor([[[True]], [[False]]])
+    mask = BlockMask.from_blocks(heads, 150, 150, 150) & masks.prefix_lm(150, [0, 130])
+    figure = mask.plot(title="causal")
+    assert figure.get_suptitle() == "causal"
+    shown = pictures(figure)
+    assert [title for title, *_ in shown] == ["head 0", "head 1"]
+    assert shown[0][1].tolist() == [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
+    assert shown[1][1].tolist() == [[0] * 3] * 3
+    assert (figure.axes[0].get_xlim(), figure.axes[0].get_ylim()) == ((0, 150), (150, 0))
+    [legend] = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["full", "partial", "hidden"]
+    [(_, values, queries, _)] = pictures(viz.plot_mask(masks.causal(3), list("abc")))
+    assert values.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert queries == list("abc")
 
 
 def test_positions():
@@ -211,6 +240,7 @@ def test_positions():
         (lambda: viz.plot_attention(torch.rand(0, 2)), r"none of them 0"),
         (lambda: viz.plot_attention([]), r"\(H, Nq, Nk\) for each layer"),
         (lambda: viz.plot_mask(torch.ones(2)), r"mask must be \(Nq, Nk\)"),
+        (lambda: masks.causal(0).plot(), r"none of them 0, got \(1, 0, 0\)"),
         (lambda: viz.plot_positions(torch.ones(2, 2, 2, 2)), r"positions must be \(N, D\)"),
         (lambda: viz.plot_attention([[0.5]]), r"weights must be a torch.Tensor, got list"),
     ],
@@ -252,3 +282,14 @@ def test_capturing_needs_no_matplotlib():
     done = run_python("-c", code)
     assert "AttentionMap(batch 3, heads 2, 1 x 1)" in done.stdout
     assert "ImportError: the plots of attn_ext.viz need `pip install matplotlib`" in done.stderr
+
+
+def test_the_gallery_is_drawn_by_its_script(tmp_path):
+    """All pictures that docs/gallery.md shows, and no others; these come from a model that learned little."""
+    docs = Path(__file__).parents[1] / "docs"
+    done = run_python(docs / "gallery.py", "--steps", "2", "--to", tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in tmp_path.iterdir()}
+    shown = set(re.findall(r"\(gallery/(.*?)\)", (docs / "gallery.md").read_text(encoding="utf-8")))
+    assert drawn == shown == {path.name for path in (docs / "gallery").iterdir()}
+    assert "drawn as boxes" not in done.stderr

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from ..arguments import ArgumentTypeError, ArgumentValueError
 from . import tiles as _tiles
-from .tiles import FULL, HIDDEN, SIZE, block_count, check_int
+from .inputs import as_grid, call_predicate, check_int, with_data
+from .tiles import FULL, HIDDEN, SIZE, block_count
 
 PICTURE = (20, 40)  # most lines and characters of a printed mask: a character is twice as tall as wide
 SHADES = "·▒█"  # hidden, partial, full
@@ -23,7 +24,7 @@ class BlockCounts(NamedTuple):
 
 
 class BlockMask:
-    """Which keys each query may attend to, for blocks of 64 queries and 64 keys: hidden, full, or a tile of bits.
+    """Which keys each query may attend to, in blocks of 64 x 64 scores: hidden, full, or a tile of bits.
 
     Made from a predicate, a dense mask or a grid of blocks, or by the functions of :mod:`attn_ext.masks`;
     joined by ``&``, ``|`` and ``~``, over batch and heads as tensors broadcast. It is made once and used in
@@ -83,7 +84,7 @@ class BlockMask:
         """
         blocks = block_count(check_int("len_q", len_q, 0)), block_count(check_int("len_k", len_k, 0))
         shape = check_int("batch", batch, 1), check_int("heads", heads, 1), *blocks
-        undecided = torch.full(shape, -1, device=_tiles.with_data(device))
+        undecided = torch.full(shape, -1, device=with_data(device))
         return cls._decided(undecided, mask_mod, len_q, len_k)
 
     @classmethod
@@ -98,7 +99,7 @@ class BlockMask:
             )
         mask = mask[(None,) * (4 - mask.dim())]
         batch, heads, len_q, len_k = mask.shape
-        collector = _tiles.Collector(_tiles.with_data(mask.device))
+        collector = _tiles.Collector(with_data(mask.device))
         rows = []
         for strip in mask.split(SIZE, 2):
             words = _tiles.pack(_tiles.padded(strip, len_k))  # (B, H, <= 64, key blocks)
@@ -113,9 +114,9 @@ class BlockMask:
         """Of blocks of any size, which need not divide the lengths.
 
         Args:
-            blocks: bool (R, C), (H, R, C) or (B, H, R, C), a tensor or lists: whether the queries
-                ``r * block_size ...`` see the keys ``c * block_size ...``, where R = ceil(len_q / block_size) and
-                C = ceil(len_k / block_size). Or integers (n, 2): the pairs (r, c) that are visible.
+            blocks: bool (R, C), (H, R, C) or (B, H, R, C), a tensor or lists: whether the block of queries
+                ``r * block_size ...`` and keys ``c * block_size ...`` is visible. R = ceil(len_q /
+                block_size), C = ceil(len_k / block_size). Or integers (n, 2): pairs (r, c) of visible blocks.
             len_q, len_k: queries and keys.
             block_size: one size, or that of queries and of keys.
             device: of the mask; default: that of blocks, or torch's.
@@ -127,10 +128,10 @@ class BlockMask:
                 f"block_size must be an int or a pair (of queries, of keys), got {block_size!r}"
             )
         size_q, size_k = (check_int("block_size", n, 1) for n in sizes)
-        grid = _as_grid(blocks, -(-len_q // size_q), -(-len_k // size_k), device)
+        grid = as_grid(blocks, -(-len_q // size_q), -(-len_k // size_k), device)
 
-        # Of the grid's cells that a block of ours touches, all, none or some are visible: counted by differences
-        # of the sums over all cells before a row and a column.
+        # Of the grid's cells that a block of ours touches, all, none or some are visible: counted by
+        # differences of the sums over all cells before a row and a column.
         sums = F.pad(grid.long().cumsum(2).cumsum(3), (1, 0, 1, 0))
         first_q, end_q = _cells(len_q, size_q, grid.device)
         first_k, end_k = _cells(len_k, size_k, grid.device)
@@ -150,7 +151,7 @@ class BlockMask:
 
     @classmethod
     def _decided(cls, index, mask_mod, len_q, len_k):
-        """Of blocks that are HIDDEN, FULL or -1, undecided: mask_mod is asked for the latter. Writes to index."""
+        """Of blocks (B, H, query blocks, key blocks) that are HIDDEN, FULL or -1: mask_mod decides those."""
         collector = _tiles.Collector(index.device)
         for blocks in (index < 0).nonzero().split(_tiles.CHUNK):
             b, h, query_block, key_block = (n.view(-1, 1, 1) for n in blocks.unbind(1))
@@ -158,7 +159,7 @@ class BlockMask:
             # indices beyond the lengths repeat the last one: a predicate may use them to index
             q_idx = (query_block * SIZE + within[:, None]).clamp(max=len_q - 1)
             kv_idx = (key_block * SIZE + within).clamp(max=len_k - 1)
-            visible = _call(mask_mod, b, h, q_idx, kv_idx).expand(len(blocks), SIZE, SIZE)
+            visible = call_predicate(mask_mod, b, h, q_idx, kv_idx).expand(len(blocks), SIZE, SIZE)
             index[tuple(blocks.unbind(1))] = collector.add(_tiles.pack(visible))
         return cls._of(index, collector.candidates(), len_q, len_k)
 
@@ -192,7 +193,7 @@ class BlockMask:
             num_queries = self.len_q - first_query
         first, begin = divmod(first_query, SIZE)
         rows = self.map[:, :, first : block_count(first_query + num_queries)]
-        scores = _tiles.unpack(self.tiles)[rows]  # (B, H, query blocks, key blocks, 64, 64)
+        scores = _tiles.unpack(self.tiles[rows])  # (B, H, query blocks, key blocks, 64, 64)
         scores = scores.transpose(3, 4).flatten(4, 5).flatten(2, 3)
         return scores[:, :, begin : begin + num_queries, : self.len_k]
 
@@ -254,83 +255,19 @@ class BlockMask:
             )
         if self.device != other.device:
             raise ArgumentTypeError(
-                f"block masks joined by {symbol} must be on the same device, got {self.device} and {other.device}"
+                f"block masks joined by {symbol} must be on the same device, got {self.device} and "
+                f"{other.device}"
             )
         for n, name in enumerate(("batch", "heads")):
             sizes = self.map.shape[n], other.map.shape[n]
             if sizes[0] != sizes[1] and 1 not in sizes:
                 raise ArgumentValueError(
-                    f"block masks joined by {symbol} must have the same {name} or 1, got {sizes[0]} and {sizes[1]}"
+                    f"block masks joined by {symbol} must have the same {name} or 1, got {sizes[0]} and "
+                    f"{sizes[1]}"
                 )
         pairs, index = (self.map.long() * len(other.tiles) + other.map).unique(return_inverse=True)
         mine, others = self.tiles[pairs // len(other.tiles)], other.tiles[pairs % len(other.tiles)]
         return BlockMask._of(index, operation(mine, others), self.len_q, self.len_k)
-
-
-def _call(mask_mod, *indices):
-    """mask_mod's bool tensor; errors that name mask_mod and what it must do."""
-    if not callable(mask_mod):
-        raise ArgumentTypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {mask_mod!r}")
-    try:
-        visible = mask_mod(*indices)
-    except (RuntimeError, TypeError, IndexError) as error:
-        shapes = ", ".join(str(tuple(t.shape)) for t in indices)
-        raise ArgumentValueError(
-            f"mask_mod failed on b, h, q_idx, kv_idx, int64 tensors of shapes {shapes} on {indices[0].device}: "
-            f"{error}. It is called for many scores at once and must work element by element: &, |, ~ and "
-            "torch.where in the place of and, or, not and if; other tensors on the same device, indexed as in "
-            "ids[b, q_idx]"
-        ) from error
-    if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool:
-        got = f"a tensor of {visible.dtype}" if isinstance(visible, torch.Tensor) else type(visible).__name__
-        raise ArgumentTypeError(f"mask_mod must return a bool tensor, True = may attend, got {got}")
-    if visible.device != indices[0].device:
-        raise ArgumentTypeError(
-            f"mask_mod must return a tensor on the mask's device, {indices[0].device}, got one on {visible.device}: "
-            f"pass device='{visible.device}' or move the tensors that it uses"
-        )
-    full = torch.broadcast_shapes(*(t.shape for t in indices))
-    if visible.dim() > len(full) or any(
-        n not in (1, m) for n, m in zip(reversed(visible.shape), reversed(full), strict=False)
-    ):
-        raise ArgumentValueError(
-            f"mask_mod must return a tensor that broadcasts to the shape of its indices together, {tuple(full)}, "
-            f"got {tuple(visible.shape)}"
-        )
-    return visible
-
-
-def _as_grid(blocks, rows, columns, device):
-    """from_blocks' blocks as a bool tensor (B or 1, H or 1, rows, columns)."""
-    if not isinstance(blocks, (torch.Tensor, list, tuple)):
-        raise ArgumentTypeError(
-            f"blocks must be a tensor or lists of bool or int, got {type(blocks).__name__}"
-        )
-    try:
-        blocks = torch.as_tensor(blocks, device=device)
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"blocks must be a tensor or lists of bool or int: {error}") from error
-    _tiles.with_data(blocks.device)
-    if blocks.dtype == torch.bool:
-        if blocks.dim() not in (2, 3, 4) or blocks.shape[-2:] != (rows, columns):
-            raise ArgumentValueError(
-                f"blocks must be (..., {rows}, {columns}), one bool for each block, with at most heads and batch "
-                f"before them, got {tuple(blocks.shape)}"
-            )
-        return blocks[(None,) * (4 - blocks.dim())]
-    if blocks.dtype not in (torch.int64, torch.int32):
-        raise ArgumentTypeError(f"blocks must be bool, or integer pairs, got {blocks.dtype}")
-    if blocks.dim() != 2 or blocks.shape[1] != 2:
-        raise ArgumentValueError(f"blocks must be pairs of integers (n, 2), got {tuple(blocks.shape)}")
-    row, column = blocks.long().unbind(1)
-    beyond = (row < 0) | (row >= rows) | (column < 0) | (column >= columns)
-    if beyond.any():
-        raise ArgumentValueError(
-            f"blocks must lie in 0 ... {rows - 1} and 0 ... {columns - 1}, got {blocks[beyond][0].tolist()}"
-        )
-    grid = torch.zeros(1, 1, rows, columns, dtype=torch.bool, device=blocks.device)
-    grid[0, 0, row, column] = True
-    return grid
 
 
 def _cells(length, size, device):

@@ -1,44 +1,20 @@
-"""Tiles: the visibility of 64 x 64 scores as 64 words of 64 bits. Word i belongs to query i, its bit j to key j.
+"""Tiles: the visibility of 64 x 64 scores as 64 words. Word i belongs to query i, its bit j to key j.
 
 Block masks are built in two steps. Candidates are tiles in any number, alike or not, whose bits beyond the
 lengths may be anything; an index says which candidate each block has. `canonical` makes of both the map and
 the tiles that :class:`attn_ext.masks.BlockMask` stands for.
 """
 
-import numbers
-
 import torch
 import torch.nn.functional as F
 
-from ..arguments import ArgumentTypeError, ArgumentValueError
-
-SIZE = (
-    64  # queries and keys of a block: a row is one word, and the kernels' tiles are multiples or halves of it
-)
+SIZE = 64  # queries and keys of a block: a row is one word, and kernels' tiles are multiples or halves of it
 CHUNK = 1024  # blocks that are looked at together: 4 M scores, 32 MiB where a predicate computes in int64
 HIDDEN, FULL = 0, 1  # entries of a map, and the first two tiles
 PARTIAL = 2  # the first entry that names a tile of its own
 
 # A word's eight bytes, each 0 or 1, times this have them as the bits of their product's highest byte.
 _GATHER_BITS = 0x0102040810204080
-
-
-def check_int(name, value, least):
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ArgumentTypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ArgumentValueError(f"{name} must be at least {least}, got {value}")
-    return int(value)
-
-
-def with_data(device):
-    """The device that is meant: "cuda" becomes "cuda:0", None torch's default one."""
-    device = torch.empty(0, device=device).device
-    if device.type == "meta":
-        raise ArgumentTypeError(
-            "device must be one with data, got meta: build the mask elsewhere, then .to('meta')"
-        )
-    return device
 
 
 def block_count(length):
@@ -59,7 +35,7 @@ def unpack(words):
 
 
 class Collector:
-    """Candidates as they come, identical ones of one call kept once. Candidates 0 and 1 are zeros and ones."""
+    """Candidates as they come, equal ones of one call kept once. Candidates 0 and 1 are zeros and ones."""
 
     def __init__(self, device):
         self._tiles = [torch.tensor([[0], [-1]], device=device).expand(2, SIZE)]

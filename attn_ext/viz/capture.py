@@ -6,6 +6,7 @@ import torch
 
 from ..arguments import ArgumentTypeError, ArgumentValueError
 from ..functional import attention
+from ..masks import BlockMask
 from ..modules import MultiHeadAttention
 
 
@@ -77,7 +78,9 @@ class AttentionMap:
 
 
 def _of_heads(name, value, heads):
-    """An option of attention() for some heads: masks and biases (..., H, Nq, Nk), slopes (..., H)."""
+    """An option of attention() for some heads: masks and biases (..., H, Nq, Nk), slopes (..., H), blocks."""
+    if isinstance(value, BlockMask) and value.shape[1] > 1:
+        return BlockMask(value.map[:, heads], value.tiles, value.len_q, value.len_k)
     if not isinstance(value, torch.Tensor):
         return value
     axis = {"mask": -3, "bias": -3, "alibi_slopes": -1}.get(name)

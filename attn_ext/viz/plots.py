@@ -5,13 +5,15 @@ import math
 import torch
 
 from ..arguments import ArgumentTypeError, ArgumentValueError
+from ..masks import BlockMask
+from ..masks.tiles import FULL, SIZE
 from .capture import AttentionMap
 from .fonts import families
 
 MOST_TICKS = 40  # labels along an axis that can still be told apart
 CELL_INCHES = 0.28  # of a labelled token
 MAP_INCHES = (1.6, 9.0)  # of one map's side, smallest and largest
-HIDDEN, SEEN = "#d9d9d9", "#1f5f99"
+HIDDEN, PARTLY_SEEN, SEEN = "#d9d9d9", "#8db6da", "#1f5f99"
 
 
 def plot_attention(weights, tokens=None, key_tokens=None, *, title=None, cmap="viridis", max_heads=16):
@@ -65,34 +67,46 @@ def plot_mask(mask, tokens=None, key_tokens=None, *, title=None):
     Args:
         mask: (Nq, Nk), or (H, Nq, Nk) for a picture of each head. bool: True = may attend, as in
             attn_ext.attention (MultiHeadAttention's masks mean the opposite: pass ``~mask``). Floating: what
-            is added to the logits; -inf hides.
+            is added to the logits; -inf hides. Or a :class:`attn_ext.masks.BlockMask`, of which the blocks of
+            the first sample are drawn, and with tokens its elements.
         tokens, key_tokens, title: as in :func:`plot_attention`.
 
     Returns:
-        matplotlib.figure.Figure. A mask of -inf and one other value has two colours; one with more values a
-        scale beside it.
+        matplotlib.figure.Figure. A mask of -inf and one other value has two colours, a BlockMask three (full,
+        partial and hidden blocks); one with more values a scale beside it.
     """
     _require_matplotlib()
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
+    by_block = isinstance(mask, BlockMask) and tokens is key_tokens is None
+    if by_block:
+        shades = {"hidden": HIDDEN, "partial": PARTLY_SEEN, "full": SEEN}
+        ends = {"xlim": (0, mask.len_k), "ylim": (mask.len_q, 0)}
+        extent = (0, mask.map.shape[3] * SIZE, mask.map.shape[2] * SIZE, 0)  # axes count positions
+        mask = (mask.map[0] != 0).int() + (mask.map[0] == FULL)
+    else:
+        shades, extent = {"hidden": HIDDEN, "may attend": SEEN}, None
+        mask = mask.to_dense()[0] if isinstance(mask, BlockMask) else mask
     matrices = _tensor("mask", mask)
-    if matrices.dim() not in (2, 3):
-        raise ArgumentValueError(f"mask must be (Nq, Nk) or (H, Nq, Nk), got {tuple(matrices.shape)}")
+    if matrices.dim() not in (2, 3) or 0 in matrices.shape:
+        raise ArgumentValueError(
+            f"mask must be (Nq, Nk) or (H, Nq, Nk), none of them 0, got {tuple(matrices.shape)}"
+        )
     matrices = matrices if matrices.dim() == 3 else matrices[None]
     columns, rows = _near_square(len(matrices))
     sizes = [(m.shape, tokens, key_tokens) for m in matrices]
     figure, axes = _grid(rows, columns, sizes, title)
+    colours = ListedColormap(list(shades.values()))
     for n, matrix in enumerate(matrices):
         ax = axes[n // columns][n % columns]
         ax.set_visible(True)
         hidden = ~matrix if matrix.dtype == torch.bool else matrix == -math.inf
-        values = matrix[~hidden].double().unique()
-        if len(values) <= 1:
-            colours = ListedColormap([HIDDEN, SEEN])
+        if by_block or len(matrix[~hidden].double().unique()) <= 1:
             ax.imshow(
-                (~hidden).numpy(), cmap=colours, vmin=0, vmax=1, interpolation="nearest", aspect="equal"
-            )
+                (matrix if by_block else ~hidden).numpy(), cmap=colours, vmin=0, vmax=len(shades) - 1,
+                interpolation="nearest", aspect="equal", extent=extent,
+            )  # fmt: skip
         else:
             shown = matrix.double().masked_fill(hidden, math.nan).numpy()
             ax.set_facecolor(HIDDEN)
@@ -101,8 +115,10 @@ def plot_mask(mask, tokens=None, key_tokens=None, *, title=None):
         if len(matrices) > 1:
             ax.set_title(f"head {n}", fontsize="medium")
         _label_axes(ax, matrix.shape, tokens, key_tokens)
-    entries = [Patch(facecolor=SEEN, label="may attend"), Patch(facecolor=HIDDEN, label="hidden")]
-    figure.legend(handles=entries, loc="outside lower center", ncols=2, frameon=False)
+        if by_block:
+            ax.set(**ends)
+    entries = [Patch(facecolor=colour, label=name) for name, colour in reversed(shades.items())]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
     return figure
 
 
@@ -239,7 +255,7 @@ def _label_axes(ax, shape, tokens, key_tokens):
         known = families("".join(texts))
         for label in axis.get_ticklabels():
             label.set(family=known, fontsize="small")
-    if key_tokens is not None:
-        ax.tick_params(axis="x", rotation=90)
+    if key_tokens is not None and max(map(len, map(str, key_tokens)), default=0) > 2:
+        ax.tick_params(axis="x", rotation=90)  # two characters fit above a cell as they are
     ax.set_ylabel("query")
     ax.set_xlabel("key")
