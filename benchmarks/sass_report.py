@@ -1,8 +1,10 @@
-"""Prints what the CUDA kernels' machine code says of them. Needs nvcc and `pip install '.[dev]'`; no GPU.
+"""Prints what the CUDA kernels' machine code says of them. Needs `pip install '.[dev]'`, and nvcc where it
+compiles; no GPU.
 
     python benchmarks/sass_report.py                   every kernel, FlashAttention-2 beside it, predictions
     python benchmarks/sass_report.py --only 'fwd.*d64' --loops   some kernels, and what their loops hold
     python benchmarks/sass_report.py --gate            the same for CI: exit status 1 where a gate fails
+    python benchmarks/sass_report.py --installed       what the installed attn_ext holds, not compiled anew
     python benchmarks/sass_report.py --gpu H100 --problem 4,16,16,8192,8192,128,causal,backward
 
 docs/machine_code.md explains the figures.
@@ -12,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -47,6 +50,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="instantiation files whose name has this")
     parser.add_argument("--gpu", choices=GPUS, default=A100.name, help="read the code built for this one")
+    parser.add_argument("--installed", action="store_true", help="read the installed attn_ext's code")
     parser.add_argument("--gate", action="store_true", help="exit with 1 where a gate fails; A100 only")
     parser.add_argument("--loops", action="store_true", help="print what every main loop holds")
     parser.add_argument(
@@ -62,14 +66,18 @@ def main() -> int:
     paths = build.sources(args.only)
     if not paths:
         parser.error(f"no file of {build.INSTANTIATIONS} matches {args.only!r}")
+    planned, note = launches.planned(gpu.arch)
     try:
-        for tool in ("nvcc", "nvdisasm"):
+        for tool in ("nvdisasm", "cuobjdump", *([] if args.installed else ["nvcc"])):
             find_tool(tool)
+        with tempfile.TemporaryDirectory() as folder:
+            extracted = Path(folder) if args.installed else None
+            if extracted:
+                build.extract(build.installed_library(), extracted)
+            kernels, failures = build.read_all(paths, gpu, planned, extracted, args.jobs)
     except ToolError as error:
         print(f"sass_report: {error}", file=sys.stderr)
         return 2
-    planned, note = launches.planned(gpu.arch)
-    kernels, failures = build.read_all(paths, gpu, planned, args.jobs)
     by_name = {kernel.name: kernel for kernel in kernels}
 
     print(f"{len(kernels)} kernels for {gpu.name} ({gpu.arch}), {time.monotonic() - start:.0f} s. {note}")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from oracle import qkv, randn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_ext
 from attn_ext.integrations.flash_attn import flash_attn_func
@@ -78,7 +79,11 @@ def test_the_way_out_has_gradients(mesh, axis):
 
 def test_under_patch_sdpa_it_stays_torchs(mesh):
     inputs = [t.detach() for t in sharded(mesh, 1)]
-    want = F.scaled_dot_product_attention(*inputs).full_tensor()
-    with attn_ext.patch_sdpa(), pytest.warns(UserWarning, match="left to torch, an argument of .*DTensor"):
-        out = F.scaled_dot_product_attention(*inputs)
+    with sdpa_kernel(SDPBackend.MATH):  # torch takes 20 s to find out how to shard its fused CPU kernel
+        want = F.scaled_dot_product_attention(*inputs).full_tensor()
+        with (
+            attn_ext.patch_sdpa(),
+            pytest.warns(UserWarning, match="left to torch, an argument of .*DTensor"),
+        ):
+            out = F.scaled_dot_product_attention(*inputs)
     assert torch.equal(out.full_tensor(), want)

@@ -5,13 +5,12 @@ import pytest
 pytest.importorskip("cuxray", reason="benchmarks/sass reads machine code with cuxray (pip install '.[dev]')")
 
 from sass import build, gates
-from sass.disassembly import ToolError, disassemble, find_tool, parse
+from sass.disassembly import ToolError, find_tool, run_tool
 from sass.gpus import A100, GPUS
-from sass.kernel import read_kernel
 
 try:
-    find_tool("nvcc")
-    find_tool("nvdisasm")
+    for tool in ("nvcc", "nvdisasm", "cuobjdump"):
+        find_tool(tool)
 except ToolError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -81,10 +80,8 @@ def compiled(tmp_path_factory):
     def compile_(text, gpu=A100):
         source = folder / "source.cu"
         source.write_text(text)
-        cubin, said = build.build(source, gpu.arch, cache=folder, include=folder)
-        (function,) = parse(disassemble(cubin)).values()
-        resources = build.ptxas_resources(said)[function.name]
-        return read_kernel(function, build.launched(resources, function, None), gpu)
+        (kernel,) = build.read(build.build(source, gpu.arch, cache=folder, include=folder), gpu, {})
+        return kernel
 
     return compile_
 
@@ -118,12 +115,29 @@ def test_bank_conflicts_of_the_loops_are_found(compiled):
 
 
 def test_spills_and_indexed_arrays_are_faults(compiled):
-    assert [rule for rule, _ in gates.faults(compiled(SPILLS))] == ["spill"]
-    kernel = compiled(INDEXED)
-    assert [rule for rule, _ in gates.faults(kernel)] == ["local memory"]
-    assert kernel.resources.stack_bytes == 32 * 4
+    spills, indexed = compiled(SPILLS), compiled(INDEXED)
+    for kernel in (spills, indexed):
+        assert [rule for rule, _ in gates.faults(kernel)] == ["local memory"]
+        assert kernel.local_store_bytes > 0
+        assert kernel.local_load_bytes > 0
+    assert indexed.resources.stack_bytes == 32 * 4
 
 
 def test_a_source_that_does_not_compile_says_why(compiled):
     with pytest.raises(ToolError, match="undefined_thing"):
         compiled("undefined_thing;")
+
+
+def test_the_code_in_a_library_reads_as_what_is_compiled_anew(compiled, tmp_path):
+    """As `sass_report.py --installed` reads it, of a library with code for two architectures."""
+    source, library = tmp_path / "source.cu", tmp_path / "library.so"
+    source.write_text(TOY.replace("PITCH", "160"))
+    codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in (80, 90)]
+    flags = (*build.FLAGS, "-shared", "-Xcompiler", "-fPIC", *codes)
+    run_tool("nvcc", *flags, "-o", library, source)
+    build.extract(library, tmp_path)
+    for gpu in (GPUS["A100"], GPUS["H100"]):
+        (kernel,) = build.read_source(source, gpu, {}, tmp_path)
+        assert kernel == compiled(TOY.replace("PITCH", "160"), gpu)
+    with pytest.raises(ToolError, match="sm_89"):
+        build.read_source(source, GPUS["RTX 4090"], {}, tmp_path)

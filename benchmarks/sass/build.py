@@ -1,9 +1,10 @@
-"""Cubins of the instantiation files, with what ptxas said of them; built once for each content."""
+"""Cubins of the instantiation files: compiled once for each content, or those in the installed attn_ext."""
 
 import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import tempfile
@@ -35,23 +36,35 @@ def sources(only: str = "") -> list[Path]:
     return [path for path in sorted(INSTANTIATIONS.glob("*.cu")) if re.search(only, path.stem)]
 
 
-def build(source: Path, arch: str, cache: Path = CACHE, include: Path = ROOT / "csrc") -> tuple[Path, str]:
-    """The cubin of a source file and the output of `ptxas -v`. Raises ToolError with nvcc's message."""
+def build(source: Path, arch: str, cache: Path = CACHE, include: Path = ROOT / "csrc") -> Path:
+    """The cubin of a source file. Raises ToolError with nvcc's message."""
     key = content_key(source, arch, include)
     cubin = cache / arch / f"{source.stem}-{key}.cubin"
-    log = cubin.with_suffix(".log")
-    if not log.exists():  # written last
+    if not cubin.exists():
         cubin.parent.mkdir(parents=True, exist_ok=True)
-        for old in cubin.parent.glob(f"{source.stem}-{'?' * len(key)}.*"):
+        for old in cubin.parent.glob(f"{source.stem}-{'?' * len(key)}.cubin"):
             old.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:  # another process may build the same
             made = Path(folder) / "made.cubin"
-            options = ("-cubin", f"-arch={arch}", "-Xptxas", "-v", *FLAGS, "-I", include)
-            said = run_tool("nvcc", *options, "-o", made, source).stderr
+            run_tool("nvcc", "-cubin", f"-arch={arch}", *FLAGS, "-I", include, "-o", made, source)
             made.rename(cubin)
-            (Path(folder) / "log").write_text(said)
-            (Path(folder) / "log").rename(log)
-    return cubin, log.read_text()
+    return cubin
+
+
+def installed_library() -> Path:
+    """The shared object with the CUDA kernels of the attn_ext that Python imports."""
+    try:
+        found = importlib.util.find_spec("attn_ext._C_cuda")
+    except ImportError as error:  # of attn_ext itself, or of torch
+        raise ToolError(f"attn_ext cannot be imported: {error}") from error
+    if found is None:
+        raise ToolError("the attn_ext that is installed was built without CUDA")
+    return Path(found.origin)
+
+
+def extract(library: Path, folder: Path) -> None:
+    """Writes every cubin in a shared object to `folder`, as <name of the source file>.<arch>.cubin."""
+    run_tool("cuobjdump", "-xelf", "all", library.resolve(), cwd=folder)
 
 
 def content_key(source: Path, arch: str, include: Path) -> str:
@@ -75,40 +88,41 @@ def compiler_version() -> str:
     return run_tool("nvcc", "--version").stdout
 
 
-def ptxas_resources(said: str) -> dict[str, Resources]:
-    """`ptxas -v` -> what it says of each kernel; the launch is not known here."""
-    found = {}
-    for part in said.split("Compiling entry function '")[1:]:
-        name = part.partition("'")[0]
-        properties = part.partition(f"Function properties for {name}\n")[2]
-        sizes = re.match(
-            r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", properties
-        )
-        used = re.search(r"Used (\d+) registers(.*)", properties)
-        if not sizes or not used:
-            raise ToolError(f"ptxas said nothing of the kind expected about {name}:\n{part[:400]}")
-        stack, stores, loads = map(int, sizes.groups())
-        shared = re.search(r"(\d+) bytes smem", used[2])
-        found[name] = Resources(
-            registers=int(used[1]),
-            stack_bytes=stack,
-            spill_store_bytes=stores,
-            spill_load_bytes=loads,
-            static_shared_bytes=int(shared[1]) if shared else 0,
+def resources(cubin: Path) -> dict[str, Resources]:
+    """What each kernel takes of a multiprocessor; the launch is not known here."""
+    usage = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+    found = usage.findall(run_tool("cuobjdump", "-res-usage", cubin).stdout)
+    return {
+        name: Resources(
+            registers=int(registers),
+            stack_bytes=int(stack),
+            static_shared_bytes=int(shared),
             threads=0,
             dynamic_shared_bytes=None,
         )
-    return found
+        for name, registers, stack, shared in found
+    }
 
 
-def read(source: Path, gpu: GPU, launches: dict[str, Launch]) -> list[Kernel]:
-    """Every kernel of a source file, built for `gpu`."""
-    cubin, said = build(source, gpu.arch)
-    functions, kernels = parse(disassemble(cubin)), []
-    for name, resources in ptxas_resources(said).items():
-        resources = launched(resources, functions[name], launches.get(name))
-        kernels.append(read_kernel(functions[name], resources, gpu))
-    return kernels
+def read(cubin: Path, gpu: GPU, launches: dict[str, Launch]) -> list[Kernel]:
+    """Every kernel of a cubin that was built for `gpu`."""
+    functions, used = parse(disassemble(cubin)), resources(cubin)
+    if functions.keys() != used.keys():
+        raise ToolError(f"nvdisasm shows {sorted(functions)}, cuobjdump {sorted(used)}")
+    return [
+        read_kernel(function, launched(used[name], function, launches.get(name)), gpu)
+        for name, function in functions.items()
+    ]
+
+
+def read_source(source: Path, gpu: GPU, launches: dict[str, Launch], extracted: Path | None) -> list[Kernel]:
+    """Every kernel of a source file: of its cubin in `extracted`, or compiled where that is None."""
+    if extracted is None:
+        return read(build(source, gpu.arch), gpu, launches)
+    cubin = extracted / f"{source.stem}.{gpu.arch}.cubin"
+    if not cubin.exists():
+        raise ToolError(f"not in the installed attn_ext for {gpu.arch}")
+    return read(cubin, gpu, launches)
 
 
 def launched(resources: Resources, function: Function, launch: Launch | None) -> Resources:
@@ -120,12 +134,16 @@ def launched(resources: Resources, function: Function, launch: Launch | None) ->
 
 
 def read_all(
-    paths: list[Path], gpu: GPU, launches: dict[str, Launch], jobs: int | None = None
+    paths: list[Path],
+    gpu: GPU,
+    launches: dict[str, Launch],
+    extracted: Path | None = None,
+    jobs: int | None = None,
 ) -> tuple[list[Kernel], list[str]]:
     """(the kernels of these files, what went wrong with a file), several files at a time."""
     kernels, problems = [], []
     with concurrent.futures.ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
-        futures = {path: pool.submit(read, path, gpu, launches) for path in paths}
+        futures = {path: pool.submit(read_source, path, gpu, launches, extracted) for path in paths}
         for path, future in futures.items():
             try:
                 kernels += future.result()

@@ -6,6 +6,7 @@ import struct
 from cuxray.analyze.access import analyze_accesses
 from cuxray.parse import sass as cuxray_sass
 
+from .costs import SHARED_MEMORY
 from .disassembly import Function, Instruction, ToolError
 from .loops import Graph, reverse_postorder
 
@@ -51,9 +52,9 @@ def for_cuxray(function: Function, graph: Graph) -> cuxray_sass.Function:
     cuxray's own blocks begin at labels alone: what a register holds at a branch in the middle of one would be
     taken for what it holds at its end. And it takes no notice of what a subroutine writes.
     """
-    code = []
-    for block in reverse_postorder(0, graph.successors.__getitem__):  # in which its few rounds suffice
-        label = f".L_{block}"
+    order = reverse_postorder(0, graph.successors.__getitem__)  # in which its few rounds suffice
+    blocks: dict[int, list[Line]] = {}
+    for block in order:
         lines: list[Line] = []
         for i in graph.instructions[block]:
             if i.name in ("BRA", "JMP", "BRX", "CALL", "BSSY", "BSYNC"):
@@ -72,9 +73,12 @@ def for_cuxray(function: Function, graph: Graph) -> cuxray_sass.Function:
                 lines += [(i.address, "MOV", f"{register}, RZ", i.predicate) for register in pair]
             else:
                 lines.append((i.address, i.opcode, i.operands, i.predicate))
-        ends = graph.successors[block]
+        blocks[block] = with_shadows(lines)
+    code = []
+    for block, lines in addresses_alone(blocks, graph.successors).items():
+        label, ends = f".L_{block}", graph.successors[block]
         jumps = [(-1, "BRA", f"`(.L_{to})", "@P0" if n < len(ends) - 1 else "") for n, to in enumerate(ends)]
-        for address, opcode, operands, predicate in with_shadows(lines) + (jumps or [(-1, "EXIT", "", "")]):
+        for address, opcode, operands, predicate in lines + (jumps or [(-1, "EXIT", "", "")]):
             code.append(cuxray_sass.Instruction(address, opcode, operands, predicate or None, block=label))
     return cuxray_sass.Function(".L_0", code)
 
@@ -108,6 +112,35 @@ def with_shadows(lines: list[Line]) -> list[Line]:
     return result
 
 
+def addresses_alone(blocks: dict[int, list[Line]], successors: list[list[int]]) -> dict[int, list[Line]]:
+    """The blocks without what no address in shared memory depends on: most of a kernel, and cuxray is slow.
+
+    An instruction stays if one that stays may read, on some way from it, a register that it may write. Only
+    the first register that one without a predicate names is taken to be overwritten for certain.
+    """
+    needed: dict[int, set[str]] = {block: set() for block in blocks}  # registers, where the block begins
+    while True:
+        kept = {block: [] for block in blocks}
+        before = dict(needed)
+        for block in reversed(blocks):
+            live = set().union(*(needed[to] for to in successors[block]))
+            for line in reversed(blocks[block]):
+                _, opcode, operands, predicate = line
+                target, _, sources = operands.partition(",")
+                written = re.fullmatch(r"(U?R)(\d+)", target)
+                results = registers_from(int(written[2]), opcode, written[1]) if written else []
+                shared = opcode.partition(".")[0] in SHARED_MEMORY
+                if shared or not live.isdisjoint(results):
+                    kept[block].insert(0, line)
+                    if not predicate:
+                        live.discard(target)
+                    address = re.search(r"\[[^]]*\]", operands)  # in shared memory, the first of LDGSTS's two
+                    live.update(re.findall(r"\bU?R\d+\b", address[0] if shared else sources))
+            needed[block] = live
+        if needed == before:  # no block needs more of those before it
+            return kept
+
+
 def to_shadows(operands: str, shadows: dict[str, str], predicate: str) -> str:
     registers = [register for register, guard in shadows.items() if guard == predicate]
     for register in registers:
@@ -119,10 +152,10 @@ def shadow(register: re.Match) -> str:
     return f"R{int(register[1]) + 1000}"  # no kernel has as many
 
 
-def registers_from(first: int, opcode: str) -> list[str]:
-    """Those that an instruction writes whose first operand is R<first>."""
+def registers_from(first: int, opcode: str, kind: str = "R") -> list[str]:
+    """Those that an instruction writes whose first operand is R<first>, or UR<first>."""
     count = 4 if FOUR.match(opcode) else 2 if TWO.match(opcode) else 1
-    return [f"R{first + n}" for n in range(count)]
+    return [f"{kind}{first + n}" for n in range(count)]
 
 
 def written_by_subroutine(function: Function, call: Instruction) -> list[str]:

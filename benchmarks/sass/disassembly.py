@@ -17,7 +17,7 @@ class ToolError(RuntimeError):
 
 @functools.cache
 def find_tool(name: str) -> str:
-    """Path of nvcc or nvdisasm: in $CUDA_HOME/bin, on PATH, from its PyPI wheel, in /usr/local/cuda/bin."""
+    """Path of a CUDA tool: in $CUDA_HOME/bin, on PATH, from its PyPI wheel, in /usr/local/cuda/bin."""
     wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin"
     folders = [*os.environ.get("PATH", "").split(os.pathsep), wheels, "/usr/local/cuda/bin"]
     if home := os.environ.get("CUDA_HOME"):
@@ -26,14 +26,14 @@ def find_tool(name: str) -> str:
     if found is None:
         raise ToolError(
             f"{name} was not found: it is part of the CUDA toolkit; set CUDA_HOME or PATH, or "
-            "run  pip install '.[dev]'  for nvdisasm"
+            "run  pip install '.[dev]'  for nvdisasm and cuobjdump"
         )
     return found
 
 
-def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess:
+def run_tool(name: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
     command = [find_tool(name), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, cwd=cwd)
     if result.returncode:
         raise ToolError(f"{' '.join(command)} failed:\n{result.stderr.strip()[-2000:]}")
     return result

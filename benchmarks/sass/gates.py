@@ -57,10 +57,9 @@ def faults(kernel: Kernel) -> list[tuple[str, str]]:
     Bank conflicts count in every loop with multiply-adds, not only in the main one.
     """
     r, loop, found = kernel.resources, kernel.main_loop, []
-    if r.spill_store_bytes or r.spill_load_bytes:
-        found.append(("spill", f"spills {r.spill_store_bytes} B of stores, {r.spill_load_bytes} B of loads"))
-    elif r.stack_bytes or kernel.local_instructions:
-        what = f"{r.stack_bytes} B of stack, {kernel.local_instructions} accesses: an array that is indexed"
+    if r.stack_bytes or kernel.local_store_bytes or kernel.local_load_bytes:
+        moved = f"{kernel.local_store_bytes} B of stores, {kernel.local_load_bytes} B of loads"
+        what = f"{r.stack_bytes} B of stack, {moved}: spills, or an array that is indexed"
         found.append(("local memory", what))
     if loop:
         found += [("conflict", text) for text in loop.conflicts]

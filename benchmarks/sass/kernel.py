@@ -7,7 +7,7 @@ import re
 from cuxray import archspec, occupancy
 
 from .conflicts import shared_accesses
-from .costs import LOCAL_MEMORY, SHARED_MEMORY, Costs, fma_work, replay, tally, tensor_units
+from .costs import SHARED_MEMORY, Costs, fma_work, replay, tally, tensor_units
 from .disassembly import Function, Instruction
 from .gpus import GPU
 from .loops import Loop, body, control_flow, find_loops, trip
@@ -23,12 +23,10 @@ NAME = re.compile(r"attn_.*?_(?P<dtype>f16|bf16|tf32|f32|f64)(?:_d(?P<head_dim>\
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What ptxas says of a kernel, and a launch of it."""
+    """What a kernel takes of a multiprocessor, and a launch of it."""
 
     registers: int
     stack_bytes: int  # per thread: arrays in local memory, and spills
-    spill_store_bytes: int
-    spill_load_bytes: int
     static_shared_bytes: int
     threads: int  # of a block
     dynamic_shared_bytes: int | None  # None: not known
@@ -69,7 +67,8 @@ class Kernel:
     name: str
     gpu: GPU  # built for, and the replay's
     resources: Resources
-    local_instructions: int  # loads and stores of local memory, anywhere
+    local_store_bytes: int  # of a thread, each instruction counted once, as `ptxas -v` counts spills
+    local_load_bytes: int
     main_loop: MainLoop | None  # None: no loop with multiply-adds
     other_loops: tuple[str, ...]  # those with multiply-adds, in words
 
@@ -162,7 +161,8 @@ def read_kernel(function: Function, resources: Resources, gpu: GPU) -> Kernel:
         name=function.name,
         gpu=gpu,
         resources=resources,
-        local_instructions=sum(i.name in LOCAL_MEMORY for i in function.instructions),
+        local_store_bytes=sum(i.bytes for i in function.instructions if i.name == "STL"),
+        local_load_bytes=sum(i.bytes for i in function.instructions if i.name == "LDL"),
         main_loop=main_loop,
         other_loops=tuple(str(c) for c in candidates if c is not main),
     )

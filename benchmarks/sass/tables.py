@@ -19,7 +19,7 @@ def align(rows: list[list[str]]) -> list[str]:
 
 
 def kernel_table(kernels: list[Kernel]) -> list[str]:
-    titles = ["kernel", "regs", "spills st/ld", "stack", "shared", "/".join(GPUS), "loop", "work"]
+    titles = ["kernel", "regs", "local st/ld", "stack", "shared", "/".join(GPUS), "loop", "work"]
     titles += ["local", "cycles", "cheapest", "latency", "instr", "busiest", "conflicts"]
     return align([titles, *([k.name, *_resources(k), *_loop(k)] for k in kernels)])
 
@@ -29,7 +29,7 @@ def _resources(k: Kernel) -> list[str]:
     unknown = "+?" if r.dynamic_shared_bytes is None else ""
     return [
         str(r.registers),
-        f"{r.spill_store_bytes}/{r.spill_load_bytes}",
+        f"{k.local_store_bytes}/{k.local_load_bytes}",
         str(r.stack_bytes),
         f"{r.shared_bytes}{unknown}",
         "/".join(str(k.blocks_per_sm(gpu.arch)) for gpu in GPUS.values()),
