@@ -22,11 +22,25 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked slow run only where -m names them: `pytest -m slow`."""
+    """Tests marked slow run only where -m names them: `pytest -m slow`; those of a CUDA kernel in a row."""
     if "slow" not in config.getoption("markexpr"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
+    files = {}
+    items.sort(key=lambda item: (files.setdefault(item.path, len(files)), _kernel(item)))
+
+
+def _kernel(item):
+    """The parameters of a test that choose its CUDA kernels, to sort by.
+
+    A kernel's first launch in ptxrun takes several times as long as another one, and few kernels are kept.
+    """
+    if not item.path.name.startswith("test_cuda_") or not hasattr(item, "callspec"):
+        return "", 0, ""
+    chosen = item.callspec.params
+    width = max(chosen.get(name, 0) for name in ("bucket", "dim", "dim_v"))
+    return str(chosen.get("route", chosen.get("kernel", ""))), width, str(chosen.get("dtype", ""))
 
 
 def pytest_addoption(parser):

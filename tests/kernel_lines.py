@@ -107,6 +107,8 @@ def _never_launched(merged):
 
 def gates(text, kernel, lines):
     """For a kernel's unreached lines: [(those of a gate, of the branches to it, how many go with it)]"""
+    if not lines:
+        return []
     module = ptxrun.Module(text)
     main = module.find(kernel)
     functions = [main, *(module.prog.funcs[name] for name in sorted(module.callees(main)))]

@@ -208,6 +208,14 @@ def check(q, k, v, *, keep=None, call=attn_ext.attention, tf32=False, **options)
     return got
 
 
+def check_forward(q, k, v, *, call, tf32=False, **options):
+    """check() of out and LSE alone, without dropout."""
+    got = call(q, k, v, **options)
+    truth, plain = (oracle(q, k, v, **options, dtype=dtype)[:2] for dtype in (torch.float64, q.dtype))
+    for what, *values in zip(("out", "lse"), got, truth, (plain[0], truth[1]), strict=True):
+        assert_close(what, *values, TF32_EPS if tf32 else None)
+
+
 def tangents_of(tensors):
     """{name: a tangent} of those of the tensors (a dict, which may hold anything else too) that have one."""
     floats = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from cuda_kernels import DEVICES, attention_on, dropout_factors, generator
-from oracle import check, qkv, randn
+from oracle import check, check_forward, qkv, randn
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BUCKETS = (32, 64, 96, 128, 192, 256)
@@ -27,6 +27,11 @@ every_other_kernel_too = pytest.mark.parametrize(("dtype", "bucket"), TENSOR_COR
 def call(device, **options):
     """One multiprocessor: no tile of queries is so few that its keys would be split."""
     return attention_on(device, multiprocessors=1, **options)
+
+
+def widths(bucket, less_qk, less_v):
+    """Head dims of q and k, and of v. Above 256 one of them is enough; slices of q and k take time."""
+    return (40 if bucket > 256 else bucket) - less_qk, bucket - less_v
 
 
 def everything(device, q, k, seed=1, dtype=None):
@@ -55,7 +60,7 @@ def test_whole_tiles(device, dtype, bucket):
 def test_edges_grouped_heads_and_an_odd_head_dim(device, dtype, bucket):
     """Rows that no 16 bytes divide, a window on both sides, lengths, rows and a sample that see nothing."""
     len_q, len_k = (147, 203) if (dtype, bucket) in TENSOR_CORES else (21, 70)
-    q, k, v = qkv(2, 2, len_q, len_k, bucket - 7, bucket - 15, heads_kv=1, dtype=dtype)
+    q, k, v = qkv(2, 2, len_q, len_k, *widths(bucket, 7, 15), heads_kv=1, dtype=dtype)
     lengths = {"key_lengths": [len_k - 13, 0], "query_lengths": [len_q - 7, len_q]}
     check(q, k, v, call=call(device), window=(90, 20), **lengths)
 
@@ -69,17 +74,13 @@ def test_scores_that_grow_from_tile_to_tile(device, dtype, bucket):
     check(q, k, v, call=call(device))
 
 
-EVERY_BIAS = [(*kernel, kernel[0]) for kernel in TENSOR_CORES + CUDA_CORES] + [
-    (*kernel, F32) for kernel in TENSOR_CORES + CUDA_CORES[:2]
-]
-
-
 @every_device
-@pytest.mark.parametrize(("dtype", "bucket", "of_bias"), EVERY_BIAS, ids=str)
-def test_every_option(device, dtype, bucket, of_bias):
+@every_other_kernel_too
+def test_every_option(device, dtype, bucket):
     """The full variants, with a bias that has every axis; one sample sees nothing."""
+    of_bias = F32 if dtype == BF16 else dtype
     len_q, len_k = (70, 150) if (dtype, bucket) in TENSOR_CORES else (21, 70)
-    q, k, v = qkv(2, 2, len_q, len_k, bucket - 8, bucket - 9, heads_kv=1, dtype=dtype)
+    q, k, v = qkv(2, 2, len_q, len_k, *widths(bucket, 8, 9), heads_kv=1, dtype=dtype)
     bias = randn(2, 2, len_q, len_k, dtype=of_bias, seed=5)
     options = everything(device, q, k, dtype=of_bias)
     check(q, k, v, bias=bias, causal=True, key_lengths=[len_k - 10, 0], call=call(device), **options)
@@ -99,14 +100,17 @@ def test_decoding(device, dtype, dim, case):
     elif case == "float32 terms":
         bias, mask = randn(1, 6, 3, 300, dtype=F32, seed=5), randn(2, 1, 3, 300, dtype=F32, seed=6)
         mask[..., ::7] = -math.inf
-        options |= {"bias": bias, "mask": mask, "sinks": randn(6, dtype=F32), "query_lengths": [2, 3]}
+        options |= {"bias": bias, "mask": mask, "query_lengths": [2, 3]}
+        options |= {"alibi_slopes": randn(6, seed=7).float().abs() * 0.05, "sinks": randn(6, dtype=F32)}
     elif case == "one split":
         options["mask"] = randn(2, 1, 3, 300, dtype=dtype, seed=6)
     on = attention_on(device, multiprocessors=1 if case == "one split" else 108)
-    check(q, k, v, call=on, **options)
+    # Few queries have no backward of their own: two cases show that it follows such a forward.
+    judge = check if case in ("plain", "every option") else check_forward
+    judge(q, k, v, call=on, **options)
     if case == "one split":
         for of_sinks in (dtype, F32):
-            check(q, k, v, call=on, **options, sinks=randn(6, dtype=of_sinks, seed=7))
+            check_forward(q, k, v, call=on, **options, sinks=randn(6, dtype=of_sinks, seed=7))
 
 
 @every_device
@@ -127,8 +131,8 @@ def test_aligned_bias_and_mask_on_whole_tiles(device, dtype, bucket, terms):
 @pytest.mark.parametrize("sum_over", ["queries and heads", "keys"])
 def test_broadcast_bias_and_float_mask(device, dtype, bucket, sum_over):
     """Gradients that are summed over broadcast axes have kernels of their own."""
-    n = 70 if (dtype, bucket) in TENSOR_CORES else 21
-    q, k, v = qkv(2, 2, n, 77, bucket, dtype=dtype)
+    n = 70 if (dtype, bucket) in TENSOR_CORES else 40
+    q, k, v = qkv(2, 2, n, 77, *widths(bucket, 0, 0), dtype=dtype)
     single = F64 if dtype == F64 else F32
     shapes = (
         [(1, 2, 1, 77), (2, 1, n, 77)] if sum_over == "queries and heads" else [(2, 1, 1, 1), (1, 2, n, 1)]
@@ -146,7 +150,7 @@ def test_broadcast_bias_and_float_mask(device, dtype, bucket, sum_over):
 @every_device
 @every_other_kernel_too
 def test_every_option_beside_a_broadcast_bias(device, dtype, bucket):
-    q, k, v = qkv(1, 2, 70, 77, bucket - 7, bucket - 9, heads_kv=1, dtype=dtype)
+    q, k, v = qkv(1, 2, 70, 77, *widths(bucket, 7, 9), heads_kv=1, dtype=dtype)
     options = everything(device, q, k)
     bias = randn(1, 1, 70, 77, dtype=F64 if dtype == F64 else F32, seed=5)
     check(q, k, v, bias=bias, window=(60, 40), query_lengths=[65], call=call(device), **options)
@@ -169,7 +173,7 @@ def test_each_gradient_alone(device, dtype, bucket):
     """Kernels leave out what serves other gradients only; the numbers stay."""
     widest = 40 if bucket > 256 else bucket  # of q and k
     for dim in (widest, widest - 7):
-        tensors = [*qkv(1, 1, 21, 70, dim, bucket, dtype=dtype), randn(1, 1, 21, 70, dtype=dtype, seed=5)]
+        tensors = [*qkv(1, 1, 40, 100, dim, bucket, dtype=dtype), randn(1, 1, 40, 100, dtype=dtype, seed=5)]
 
         def gradients(wanted, tensors=tensors):
             q, k, v, bias = leaves = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(tensors)]
@@ -187,18 +191,28 @@ def test_each_gradient_alone(device, dtype, bucket):
 def test_head_dims_far_apart(device, dtype, bucket, narrow):
     """Of the narrow one, most pieces of a row in shared memory lie outside: they are zero, and stay so."""
     dims = (8, bucket) if narrow == "queries and keys" else (bucket, 8)
-    q, k, v = qkv(1, 1, 40, 70, *dims, dtype=dtype)
+    q, k, v = qkv(1, 1, 40, 100, *dims, dtype=dtype)
     check(q, k, v, call=call(device))
-    check(q, k, v, bias=randn(1, 1, 40, 70, dtype=dtype, seed=5), call=call(device))
+    check(q, k, v, bias=randn(1, 1, 40, 100, dtype=dtype, seed=5), call=call(device))
 
 
 @every_device
-@pytest.mark.parametrize(("dtype", "dim"), [(F16, 265), (BF16, 265), (F32, 131), (F64, 67)], ids=str)
-def test_whole_tiles_of_rows_that_no_vector_divides(device, dtype, dim):
-    """All rows of a tile are stored, in a second chunk of columns, too; one sample has no queries."""
-    q, k, v = qkv(
-        2, 2, 64, 64, 35 if dtype == F64 else 67, dim, heads_kv=2 if dtype == F64 else 1, dtype=dtype
-    )
+@pytest.mark.parametrize(
+    ("dtype", "dim", "dim_v"),
+    [
+        (F16, 131, 265),
+        (BF16, 131, 265),
+        (F16, 40, 264),
+        (BF16, 40, 264),
+        (F32, 131, 131),
+        (F32, 72, 72),
+        (F64, 35, 67),
+    ],
+    ids=str,
+)
+def test_whole_tiles_in_several_chunks(device, dtype, dim, dim_v):
+    """All rows of a tile are stored, also where no vector divides them; one sample has no queries."""
+    q, k, v = qkv(2, 2, 64, 65, dim, dim_v, heads_kv=2 if dtype == F64 else 1, dtype=dtype)
     check(q, k, v, query_lengths=[64, 0], call=call(device))
 
 
@@ -229,7 +243,8 @@ def test_nan_in_every_row(device, dtype, bucket):
 def test_nan_in_decoding(device, dtype, dim):
     q, k, v = qkv(1, 4, 4, 300, 8, dim, heads_kv=1, dtype=dtype)
     for multiprocessors in (1, 108):
-        check(q.fill_(math.nan), k, v, call=attention_on(device, multiprocessors=multiprocessors))
+        on = attention_on(device, multiprocessors=multiprocessors)
+        check_forward(q.fill_(math.nan), k, v, call=on)
 
 
 @every_device
@@ -268,9 +283,10 @@ def test_gpus_with_less_shared_memory(device, dtype, dim, causal):
     q, k, v = qkv(1, 2, 80, 260, dim, heads_kv=1, dtype=dtype)
     growing = (k.double() * torch.linspace(8, 0.1, 260)[:, None]).to(dtype)
     lengths = {"key_lengths": [140, 0], "query_lengths": [75, 80]}
-    check(q, growing, v, causal=causal, call=small)
-    check(*qkv(2, 1, 80, 150, dim - 9, dim - 15, dtype=dtype), causal=causal, call=small, **lengths)
-    check(q[:, :, :64].fill_(math.nan), k[:, :, :16], v[:, :, :16], causal=causal, call=small)
+    check_forward(q, growing, v, causal=causal, call=small)
+    odd = qkv(2, 1, 80, 150, dim - 9, dim - 15, dtype=dtype)
+    check_forward(*odd, causal=causal, call=small, **lengths)
+    check_forward(q[:, :, :64].fill_(math.nan), k[:, :, :16], v[:, :, :16], causal=causal, call=small)
 
 
 @every_device
@@ -286,18 +302,18 @@ def test_sizes(device, sizes, causal):
 @every_device
 @pytest.mark.parametrize("dim", [1, 7, 32, 59, 64, 72, 80, 96, 111, 128, 160, 192, 224, 256, 320])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
-def test_head_dims(device, dim, dtype):
+def test_head_dims(device, dtype, dim):
     q, k, v = qkv(1, 1, 19, 37, dim, max(1, dim - 3), dtype=dtype)
     check(q, k, v, causal=True, call=call(device))
 
 
 @every_device
-@pytest.mark.parametrize("dtype", [F16, F32, F64], ids=str)
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 33, 70), (2, 1, 1, 70), (1, 6, 1, 1), (2, 6, 33, 70), (1, 1, 33, 1), (2, 1, 1, 1)],
+    [(1, 1, 33, 70), (2, 1, 1, 70), (1, 2, 1, 1), (2, 2, 33, 70), (1, 1, 33, 1), (2, 1, 1, 1)],
     ids=str,
 )
 def test_bias_of_every_broadcast_shape(device, dtype, shape):
-    q, k, v = qkv(2, 6, 33, 70, 40, heads_kv=2, dtype=dtype)
+    q, k, v = qkv(2, 2, 33, 70, 40, heads_kv=1, dtype=dtype)
     check(q, k, v, bias=randn(*shape, dtype=dtype, seed=5), call=call(device))

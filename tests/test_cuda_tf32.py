@@ -76,7 +76,11 @@ OPTIONS = {
     "bias": {"bias": randn(2, 2, N, K, dtype=F32, seed=5)},
     "bias over batch": {"bias": randn(1, 2, N, K, dtype=F32, seed=5)},
     "bias over queries": {"bias": randn(2, 1, 1, K, dtype=F32, seed=5)},
-    "bias over keys": {"bias": randn(1, 2, N, 1, dtype=F32, seed=5)},
+    "bias over keys": {
+        "bias": randn(1, 2, N, 1, dtype=F32, seed=5),
+        "key_lengths": [65, 0],
+        "query_lengths": [70, 3],
+    },
     "bias of a head": {"bias": randn(1, 2, 1, 1, dtype=F32, seed=5), "mask": some_hidden(1, 1, 1, K)},
     "bias in a band": {  # 0 outside of it
         "bias": randn(2, 2, N, K, dtype=F32, seed=5),
@@ -248,15 +252,19 @@ def test_nan_in_every_row(device):
     check(q.fill_(math.nan), k, v, call=tf32_on(device), tf32=True)
 
 
-def test_gradient_of_a_bias_alone(device):
+@pytest.mark.parametrize("dim", [24, 23])
+def test_gradients_of_bias_and_mask_alone(device, dim):
     """Without dQ; tiles of keys that no query sees have 0."""
-    tensors = [*problem(19, 340, 24, heads=1), randn(1, 1, 19, 340, dtype=F32, seed=5)]
+    terms = [randn(1, 1, 19, 340, dtype=F32, seed=seed) for seed in (5, 6)]
+    tensors = [*problem(19, 340, dim, heads=1), *terms]
 
     def gradients(wanted):
-        q, k, v, bias = leaves = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(tensors)]
-        out, _ = tf32_on(device)(q, k, v, bias=bias, window=(120, 0), key_lengths=[250])
+        q, k, v, bias, mask = leaves = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(tensors)]
+        out, _ = tf32_on(device)(q, k, v, bias=bias, mask=mask, window=(150, 0), key_lengths=[250])
         return torch.autograd.grad(out, [leaves[n] for n in wanted], randn(*out.shape, dtype=F32, seed=6))
 
-    alone, together = gradients([3])[0], gradients(range(4))[3]
-    assert torch.equal(alone, together)
-    assert not alone[..., 250:].any()
+    together = gradients(range(5))
+    for wanted in ([3], [4], [3, 4]):
+        for n, got in zip(wanted, gradients(wanted), strict=True):
+            assert torch.equal(got, together[n])
+            assert not got[..., 250:].any()
