@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import attn_ext
+from attn_ext.masks import BlockMask
 
 INSTANTIATIONS = nvcc.CSRC / "cuda" / "instantiations"
 MODULES_KEPT = 24  # parsed and bound kernels: some 20 MB each
@@ -161,7 +162,7 @@ def tangents_on(
 
 
 def _on_cuda(allow_tf32, q, k, v, *, return_lse=True, **options):
-    options = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    options = {n: x.to("cuda") if isinstance(x, (torch.Tensor, BlockMask)) else x for n, x in options.items()}
     if options.get("generator") is not None:
         options["generator"] = generator("cuda", options["generator"].initial_seed())
     before = torch.get_float32_matmul_precision()

@@ -88,10 +88,13 @@ __device__ __forceinline__ void backward_bias(const BackwardParams& params) {
       const Scores<In> scores(p, b, h);
 #pragma unroll 1
       for (int i0 = i_begin; i0 < i_end; i0 += Z::kQueries) {
+        if (!over_columns) i0 = next_query_tile<Z>(p, b, h, i0, j_begin, i_end);
         const KeyRange seen = scores.visible.of_queries(i0, i0 + Z::kQueries - 1);
-        const int first = max(j_begin, seen.begin / Z::kKeys * Z::kKeys), last = min(j_end, seen.end);
+        const int last = min(j_end, seen.end);
+        int j0 = max(j_begin, seen.begin / Z::kKeys * Z::kKeys);
 #pragma unroll 1
-        for (int j0 = first; j0 < last; j0 += Z::kKeys) add_tile(b, h, i0, j0, scores);
+        for (; (j0 = next_key_tile<Z>(p, b, h, i0, j0, last)) < last; j0 += Z::kKeys)
+          add_tile(b, h, i0, j0, scores);
       }
     }
   }

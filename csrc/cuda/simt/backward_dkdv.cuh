@@ -59,19 +59,25 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
   const KeyRange range = visible.queries_of_keys(j0, j0 + Z::kKeys - 1);
   const int first_tile = range.begin / Z::kQueries;
   const int head_steps = range.end > range.begin ? int(pieces(range.end, Z::kQueries)) - first_tile : 0;
-  const int steps = head_steps * int(p.group());
-  const auto head_of = [&](int step) { return h_kv * int(p.group()) + step / head_steps; };
+  const int group = int(p.group()), steps = head_steps * group;
+  const auto head_of = [&](int step) { return h_kv * group + step / head_steps; };
   const auto query_of = [&](int step) { return (first_tile + step % head_steps) * Z::kQueries; };
-  const auto rows_of = [&](int step) { return RowState<Z>{states + step % 2 * Z::kRowState}; };
+  const auto rows_of = [&](int turn) { return RowState<Z>{states + turn * Z::kRowState}; };
+  // The first step, from this one on, that the block mask does not hide.
+  const auto next_step = [&](int step) {
+    if (!p.block_mask.present()) return step;
+    return first_visible(step, steps,
+                         [&](int n) { return block_of<Z>(p, b, head_of(n), query_of(n), j0) != kHidden; });
+  };
 
   const auto copy_scores = [&](const QuerySlices<In>& q, const KeySlices<In>& k, int i0, int slice,
                                T* stage) {
     q(stage, q.rows(i0, queries), slice * Z::kSlice);
     k(stage + Z::kQueries * Z::kSlicePitch, k.rows(j0, keys), slice * Z::kSlice);
   };
-  const auto copy_step = [&](int step, T* stage) {
+  const auto copy_step = [&](int step, int turn, T* stage) {
     if (step >= steps) return;
-    rows_of(step).copy(params, b, head_of(step), query_of(step));
+    rows_of(turn).copy(params, b, head_of(step), query_of(step));
     copy_scores(QuerySlices<In>(p.q, b, head_of(step), p.dim_qk), KeySlices<In>(p.k, b, h_kv, p.dim_qk),
                 query_of(step), 0, stage);
   };
@@ -79,17 +85,19 @@ __device__ __forceinline__ void backward_dkdv(const BackwardParams& params) {
   OutputChunk<Z, Z::kKeyRows> o;  // fused: half 0 is dV, half 1 dK
   clear(o);
   SliceRing<Z> ring(stages);
-  ring.start([&](T* stage) { copy_step(0, stage); });
+  const int first = next_step(0);
+  ring.start([&](T* stage) { copy_step(first, 0, stage); });
 #pragma unroll 1
-  for (int step = 0; step < steps; step++) {
+  for (int step = first, next, turn = 0; step < steps; step = next, turn ^= 1) {
+    next = next_step(step + 1);
     const int h = head_of(step), i0 = query_of(step);
     const int row_slices = int(pieces(min(queries - i0, Z::kQueries), Z::kSlice));
     const Scores<In> scores(p, anew(b), h);
-    const RowState<Z> rows = rows_of(step);
+    const RowState<Z> rows = rows_of(turn);
     const QuerySlices<In> q(p.q, b, h, p.dim_qk), grad_out(io.grad_out, b, h, p.dim_v);
     const KeySlices<In> k(p.k, b, h_kv, p.dim_qk), v(p.v, b, h_kv, p.dim_v);
     const QueryRowSlices<In> query_rows(p.q, b, h, p.dim_qk), grad_out_rows(io.grad_out, b, h, p.dim_v);
-    const auto copy_next_step = [&](T* stage) { copy_step(step + 1, stage); };
+    const auto copy_next_step = [&](T* stage) { copy_step(next, turn ^ 1, stage); };
     const auto copy_values = [&](int slice, T* stage) {
       grad_out(stage, grad_out.rows(i0, queries), slice * Z::kSlice);
       v(stage + Z::kQueries * Z::kSlicePitch, v.rows(j0, keys), slice * Z::kSlice);

@@ -42,10 +42,12 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   T alibi_sum = T(0);
 
   const KeyRange range = visible.of_queries(i0, i0 + Z::kQueries - 1);
-  const int first = range.begin / Z::kKeys * Z::kKeys, last = int(pieces(range.end, Z::kKeys)) * Z::kKeys;
-  if (writes_bias || writes_mask) {  // no query of the tile sees the keys before and after
+  const auto next_tile = [&](int j0) { return next_key_tile<Z>(p, b, h, i0, j0, range.end); };
+  const int first = next_tile(range.begin / Z::kKeys * Z::kKeys);
+  if (writes_bias || writes_mask) {  // no query of the tile sees the keys of tiles that are not visited
+    const int last = int(pieces(range.end, Z::kKeys)) * Z::kKeys;
     for (int j = threadIdx.x; j < p.len_k; j += kThreads) {
-      if (first <= j && j < last) continue;
+      if (first <= j && j < last && block_of<Z>(p, b, h, i0, j) != kHidden) continue;
       for (int i = i0; i < min(i0 + Z::kQueries, int(p.len_q)); i++) {
         if (writes_bias) element<T>(io.grad_bias, b, h, i, j) = T(0);
         if (writes_mask) element<T>(io.grad_float_mask, b, h, i, j) = T(0);
@@ -74,7 +76,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     });
   }
 #pragma unroll 1
-  for (int j0 = first; j0 < range.end; j0 += Z::kKeys) {
+  for (int j0 = first, next; j0 < range.end; j0 = next) {
+    next = next_tile(j0 + Z::kKeys);
     const QuerySlices<In> q(p.q, b, h, p.dim_qk), grad_out(io.grad_out, b, h, p.dim_v);
     const KeySlices<In> k(p.k, b, h_kv, p.dim_qk), v(p.v, b, h_kv, p.dim_v);
     const KeyRowSlices<In> key_rows(p.k, b, h_kv, p.dim_qk);
@@ -87,7 +90,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     const auto copy_keys = [&](int slice, T* stage) {
       key_rows(stage, key_rows.rows(j0 + slice * Z::kSlice, keys), column0);
     };
-    const auto copy_next_tile = [&](T* stage) { copy_tile(j0 + Z::kKeys, stage); };
+    const auto copy_next_tile = [&](T* stage) { copy_tile(next, stage); };
 
     ScoreTile<Z> s, g;
     clear(s);

@@ -45,7 +45,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const T factor = drops ? T(p.dropout.scale()) : T(1);
 
   const KeyRange range = scores.visible.of_queries(i0, i0 + Z::kQueries - 1);
-  const int first = range.begin / Z::kKeys * Z::kKeys;
+  const auto next_tile = [&](int j0) { return next_key_tile<Z>(p, b, h, i0, j0, range.end); };
+  const int first = next_tile(range.begin / Z::kKeys * Z::kKeys);
 
   const auto q_rows = q.rows(i0, queries);
   const auto copy_scores = [&](const auto& k_rows, int slice, T* stage) {
@@ -72,9 +73,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   __syncwarp();  // a row's threads are of one warp; no other barrier comes where there is no key
 
   SliceRing<Z> ring(stages);
-  if (range.end > range.begin) ring.start([&](T* stage) { copy_scores(k.rows(first, keys), 0, stage); });
+  if (first < range.end) ring.start([&](T* stage) { copy_scores(k.rows(first, keys), 0, stage); });
 #pragma unroll 1
-  for (int j0 = first; j0 < range.end; j0 += Z::kKeys) {
+  for (int j0 = first, next; j0 < range.end; j0 = next) {
+    next = next_tile(j0 + Z::kKeys);
     const auto k_rows = k.rows(j0, keys);
     ScoreTile<Z> s;
     clear(s);
@@ -119,7 +121,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     ring.run(
         value_slices, [&](int n, T* stage) { copy_values(j0, n, stage); },
         [&](T* stage) {
-          if (j0 + Z::kKeys < range.end) copy_scores(k.rows(j0 + Z::kKeys, keys), 0, stage);
+          if (next < range.end) copy_scores(k.rows(next, keys), 0, stage);
         },
         [&](int n, const T* stage) {
           if (two_halves) {

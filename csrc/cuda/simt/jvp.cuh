@@ -100,7 +100,8 @@ __device__ __forceinline__ void jvp(const JvpParams& params) {
   // Where only sinks move, no key matters.
   const bool needs_keys = moves_scores || io.tangent_v.present;
   const KeyRange range = needs_keys ? visible.of_queries(i0, i0 + Z::kQueries - 1) : KeyRange{0, 0};
-  const int first = range.begin / Z::kKeys * Z::kKeys;
+  const auto next_tile = [&](int j0) { return next_key_tile<Z>(p, b, h, i0, j0, range.end); };
+  const int first = next_tile(range.begin / Z::kKeys * Z::kKeys);
 
   const auto query_slices = [&](int product) {
     return QuerySlices<In>(product == kMovedQueries ? io.tangent_q : p.q, b, h, p.dim_qk);
@@ -126,14 +127,14 @@ __device__ __forceinline__ void jvp(const JvpParams& params) {
       copy_scores(query_slices(product), key_slices(product), j0, 0, stage);
     }
   };
-  // The first slice of whatever comes after a product of tile j0.
-  const auto copy_following = [&](int product, int j0, T* stage) {
-    int next = __ffs(wanted & ~0u << (product + 1)) - 1;
-    if (next == kNextTile) {
-      next = kScores;
-      j0 += Z::kKeys;
+  // The first slice of whatever comes after a product of tile j0. After the last it is tile `next`.
+  const auto copy_following = [&](int product, int j0, int next, T* stage) {
+    int following = __ffs(wanted & ~0u << (product + 1)) - 1;
+    if (following == kNextTile) {
+      following = kScores;
+      j0 = next;
     }
-    if (j0 < range.end) copy_first(next, j0, stage);
+    if (j0 < range.end) copy_first(following, j0, stage);
   };
 
   OutputChunk<Z, Z::kRows> o;
@@ -160,7 +161,8 @@ __device__ __forceinline__ void jvp(const JvpParams& params) {
     ring.start([&](T* stage) { copy_first(kScores, first, stage); });
   }
 #pragma unroll 1
-  for (int j0 = first; j0 < range.end; j0 += Z::kKeys) {
+  for (int j0 = first, next; j0 < range.end; j0 = next) {
+    next = next_tile(j0 + Z::kKeys);
     const Scores<In> scores(p, anew(b), anew(h));
     const QuerySlices<In> q = query_slices(kScores);
     const KeySlices<In> k = key_slices(kScores);
@@ -169,7 +171,7 @@ __device__ __forceinline__ void jvp(const JvpParams& params) {
     clear(s);
     ring.run(
         score_slices, [&](int n, T* stage) { copy_scores(q, k, j0, n, stage); },
-        [&](T* stage) { copy_following(kScores, j0, stage); },
+        [&](T* stage) { copy_following(kScores, j0, next, stage); },
         [&](int, const T* stage) { Z::multiply_rows(s, stage); });
     scores.finish(s, i0, j0, tile);  // with a cap, its slopes are in the tile now
     to_probabilities<Z>(s, rows);
@@ -182,7 +184,7 @@ __device__ __forceinline__ void jvp(const JvpParams& params) {
       const KeySlices<In> moved_k = key_slices(product);
       ring.run(
           score_slices, [&](int n, T* stage) { copy_scores(moved_q, moved_k, j0, n, stage); },
-          [&](T* stage) { copy_following(product, j0, stage); },
+          [&](T* stage) { copy_following(product, j0, next, stage); },
           [&](int, const T* stage) { Z::multiply_rows(g, stage); });
     }
     if (moves_scores) finish_moved_scores<In>(g, params, scores, b, h, i0, j0, tile);
@@ -221,7 +223,7 @@ __device__ __forceinline__ void jvp(const JvpParams& params) {
       }
       ring.run(
           row_slices, [&](int n, T* stage) { copy_values(v, j0, n, stage); },
-          [&](T* stage) { copy_following(product, j0, stage); },
+          [&](T* stage) { copy_following(product, j0, next, stage); },
           [&](int n, const T* stage) {
             if (two_halves) {
               Z::template multiply_tile<0, 2>(o, tile, n * Z::kSlice, stage);

@@ -26,6 +26,48 @@ __device__ __forceinline__ Math<In> read_term(const StridedView& term, int b, in
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 
+// What a block mask says of a tile of scores, all of which lie in one block of it: an entry of its map.
+constexpr int kHidden = 0, kAllVisible = 1;
+template <class Z>
+__device__ __forceinline__ int block_of(const AttentionParams& p, int b, int h, int i0, int j0) {
+  constexpr int kSize = BlockMask::kSize;
+  static_assert(kSize % Z::kQueries == 0 && kSize % Z::kKeys == 0, "a tile of scores lies in one block");
+  return p.block_mask.present() ? p.block_mask.block(b, h, i0 / kSize, j0 / kSize) : kAllVisible;
+}
+
+// The first n from `begin` on with visible(n), or `end`. A warp asks for 32 at a time, so that a row of hidden blocks
+// costs little; all warps get the same answer.
+template <class Visible>
+__device__ __forceinline__ int first_visible(int begin, int end, const Visible& visible) {
+#pragma unroll 1
+  for (int n = begin; n < end; n += 32) {
+    const int own = n + int(threadIdx.x % 32);
+    const uint32_t found = __ballot_sync(0xffffffffu, own < end && visible(own));
+    if (found != 0) return n + __ffs(found) - 1;
+  }
+  return end;
+}
+
+// Of the tiles of queries i0 .. and keys j0 .., j0 + kKeys .. and so on, the first that the block mask does not hide: its
+// j0. At least `end` if none begins before it.
+template <class Z>
+__device__ __forceinline__ int next_key_tile(const AttentionParams& p, int b, int h, int i0, int j0,
+                                             int end) {
+  if (!p.block_mask.present()) return j0;
+  return Z::kKeys * first_visible(j0 / Z::kKeys, int(pieces(end, Z::kKeys)),
+                                  [&](int n) { return block_of<Z>(p, b, h, i0, n * Z::kKeys) != kHidden; });
+}
+
+// The same along the queries.
+template <class Z>
+__device__ __forceinline__ int next_query_tile(const AttentionParams& p, int b, int h, int i0, int j0,
+                                               int end) {
+  if (!p.block_mask.present()) return i0;
+  return Z::kQueries * first_visible(i0 / Z::kQueries, int(pieces(end, Z::kQueries)), [&](int n) {
+           return block_of<Z>(p, b, h, n * Z::kQueries, j0) != kHidden;
+         });
+}
+
 // The scores of one head.
 template <class In>
 class Scores {
@@ -54,8 +96,9 @@ class Scores {
 #pragma unroll
       for (int c = 0; c < Z::kRowScores; c++) s[r][c] *= scale;
     }
+    const int block = block_of<Z>(p_, b_, h_, i0, j0);
     const KeyRange inner = visible.of_all_queries(i0, i0 + Z::kQueries - 1);
-    if (!has_options_ && inner.begin <= j0 && j0 + Z::kKeys <= inner.end) return;
+    if (!has_options_ && block == kAllVisible && inner.begin <= j0 && j0 + Z::kKeys <= inner.end) return;
 
     // Four scores of a row after another, to have the code of the options once. Registers cannot be indexed by a loop
     // variable: the way in goes through shared memory, the way out through predicated moves.
@@ -77,7 +120,7 @@ class Scores {
 #pragma unroll
         for (int c = 0; c < 4; c++) own_score<Z>(tile, row, first + c) = slopes[c];
       }
-      finish_four(x, i0 + own_row<Z>(row), j0 + own_column<Z>(first));
+      finish_four(x, i0 + own_row<Z>(row), j0 + own_column<Z>(first), block);
 #pragma unroll
       for (int r = 0; r < Z::kRows; r++) {
 #pragma unroll
@@ -99,13 +142,18 @@ class Scores {
 
  private:
   // Four scores of query i, the first of key j.
-  __device__ __forceinline__ void finish_four(T (&x)[4], int i, int j) const {
+  __device__ __forceinline__ void finish_four(T (&x)[4], int i, int j, int block) const {
     const KeyRange keys = visible.of_query(i);
     bool seen[4];
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       const int key = j + Z::column_step(c);
       seen[c] = keys.begin <= key && key < keys.end;
+    }
+    if (block != kAllVisible) {
+      const uint64_t own = p_.block_mask.keys(block, i) >> j % BlockMask::kSize;
+#pragma unroll
+      for (int c = 0; c < 4; c++) seen[c] = seen[c] && (own >> Z::column_step(c) & 1);
     }
     if (p_.bias.present) add(p_.bias, x, i, j, seen);
     if (p_.float_mask.present) add(p_.float_mask, x, i, j, seen);
