@@ -47,10 +47,6 @@ bool backward_needs_full(const AttentionParams& p) {
 bool forward_needs_full(const AttentionParams& p) { return backward_needs_full(p) || p.sinks.present; }
 
 void check_sizes(const AttentionParams& p) {
-  if (p.block_mask.present()) {
-    throw std::invalid_argument(
-        "attn_ext: the CUDA kernels take no block mask yet, only those of the CPU do");
-  }
   if (p.len_q > kMaxLength || p.len_k > kMaxLength) {
     throw std::invalid_argument("attn_ext: the CUDA kernels take up to " + std::to_string(kMaxLength) +
                                 " queries and keys, got " + std::to_string(p.len_q) + " and " +

@@ -3,9 +3,10 @@
 // and is written once. It needs S and dP once more, two products.
 //
 // Axes of size 1 are summed over: batch and heads by the walk alone, queries and keys by the walk over tiles and then
-// over the rows and columns of the tile.
+// over the rows and columns of the tile. Tiles in which a block mask hides everything are not visited.
 #pragma once
 
+#include "../tile/block_mask.cuh"
 #include "backward_logits.cuh"
 #include "backward_tile.cuh"
 
@@ -53,56 +54,85 @@ struct BackwardBias {
     clear(sum);
     const float keep_scale = float(p.dropout.scale());
 
-    for (int b = bias_b; b < b_end; b++) {
-      for (int h = bias_h; h < h_end; h++) {
-        const BackwardLogits<Half> logits(p, b, h);
-        const Visibility& visibility = logits.visibility;
-        for (int query0 = bias_query; query0 < min(query_end, visibility.queries); query0 += kQueries) {
-          const KeyRange seen = visibility.of_queries(query0, min(query0 + kQueries, query_end) - 1);
-          const int64_t row = (b * p.heads_q + h) * params.row_stride;
-          float4 terms[2];  // max, -log, -delta of the lane's rows; rows past the last one repeat it
+    // Tiles in which a block mask hides everything are not visited: the walk along each axis leaves them out, where the
+    // place on the axes after it is known, which is the block's own if they are not summed over.
+    const bool over_queries = size[2] == 1, over_keys = size[3] == 1, masked = p.block_mask.present();
+    static_assert(kQueries == BlockMask::kSize && BlockMask::kSize % kKeys == 0);
+    const auto entry_at = [&](int b, int h, int query, int key) {
+      return p.block_mask.block(b, h, query / BlockMask::kSize, key / BlockMask::kSize);
+    };
+    const auto next = [&](int n, int end, auto is_filled) {
+      return masked ? next_filled<1>(n, end, is_filled) : n;
+    };
+
+    const int heads = h_end - bias_h, all_heads = (b_end - bias_b) * heads;
+    const auto next_head = [&](int n) {
+      return next(n, all_heads, [&](int n) {
+        return over_queries || over_keys ||
+               entry_at(bias_b + n / heads, bias_h + n % heads, bias_query, bias_key) != 0;
+      });
+    };
+    for (int n = next_head(0); n < all_heads; n = next_head(n + 1)) {
+      const int b = bias_b + n / heads, h = bias_h + n % heads;
+      const BackwardLogits<Half> logits(p, b, h);
+      const Visibility& visibility = logits.visibility;
+      const int query_tiles_end = (min(query_end, visibility.queries) + kQueries - 1) / kQueries;
+      const auto next_queries = [&](int tile) {
+        return next(tile, query_tiles_end,
+                    [&](int tile) { return over_keys || entry_at(b, h, tile * kQueries, bias_key) != 0; });
+      };
+      for (int query_tile = next_queries(bias_query / kQueries); query_tile < query_tiles_end;
+           query_tile = next_queries(query_tile + 1)) {
+        const int query0 = query_tile * kQueries;
+        const KeyRange seen = visibility.of_queries(query0, min(query0 + kQueries, query_end) - 1);
+        const int64_t row = (b * p.heads_q + h) * params.row_stride;
+        float4 terms[2];  // max, -log, -delta of the lane's rows; rows past the last one repeat it
 #pragma unroll
-          for (int r = 0; r < 2; r++) {
-            const int query = min(query0 + warp * 16 + r * 8 + lane / 4, int(p.len_q) - 1);
-            terms[r] = reinterpret_cast<const float4*>(params.row_terms)[row + query];
-          }
-          const int first_key = size[3] == 1 ? seen.begin / kKeys * kKeys : bias_key;
-          for (int key0 = first_key; key0 < min(key_end, seen.end); key0 += kKeys) {
-            if (key0 + kKeys <= seen.begin) continue;
-            __syncthreads();  // all are done with the tiles before
-            const QueryLoader queries(p.q, b, h, query0, int(p.dim_qk)),
-                grads(io.grad_out, b, h, query0, int(p.dim_v));
-            const KeyLoader keys(p.k, b, h / p.group(), key0, int(p.dim_qk)),
-                values(p.v, b, h / p.group(), key0, int(p.dim_v));
-            queries.load(queries_shared + lane_destination, visibility.queries - query0, p.q.data);
-            grads.load(grads_shared + lane_destination, visibility.queries - query0, p.q.data);
-            keys.load(keys_shared + lane_destination, visibility.keys - key0, p.q.data);
-            values.load(values_shared + lane_destination, visibility.keys - key0, p.q.data);
-            commit_copies();
-            wait_for_copies<0>();
-            __syncthreads();  // all threads' copies have arrived
+        for (int r = 0; r < 2; r++) {
+          const int query = min(query0 + warp * 16 + r * 8 + lane / 4, int(p.len_q) - 1);
+          terms[r] = reinterpret_cast<const float4*>(params.row_terms)[row + query];
+        }
+        const int key_tiles_end = (min(key_end, seen.end) + kKeys - 1) / kKeys;
+        const auto next_keys = [&](int tile) {
+          return next(tile, key_tiles_end,
+                      [&](int tile) { return entry_at(b, h, query0, tile * kKeys) != 0; });
+        };
+        for (int key_tile = next_keys(max(bias_key, seen.begin) / kKeys); key_tile < key_tiles_end;
+             key_tile = next_keys(key_tile + 1)) {
+          const int key0 = key_tile * kKeys;
+          const int32_t entry = masked ? entry_at(b, h, query0, key0) : 1;
+          __syncthreads();  // all are done with the tiles before
+          const QueryLoader queries(p.q, b, h, query0, int(p.dim_qk)),
+              grads(io.grad_out, b, h, query0, int(p.dim_v));
+          const KeyLoader keys(p.k, b, h / p.group(), key0, int(p.dim_qk)),
+              values(p.v, b, h / p.group(), key0, int(p.dim_v));
+          queries.load(queries_shared + lane_destination, visibility.queries - query0, p.q.data);
+          grads.load(grads_shared + lane_destination, visibility.queries - query0, p.q.data);
+          keys.load(keys_shared + lane_destination, visibility.keys - key0, p.q.data);
+          values.load(values_shared + lane_destination, visibility.keys - key0, p.q.data);
+          commit_copies();
+          wait_for_copies<0>();
+          __syncthreads();  // all threads' copies have arrived
 #pragma unroll
-            for (int first = 0; first < kKeys; first += 16) {
-              FragmentC score[1][2], grad_prob[1][2], slope[2];
-              clear(score);
-              clear(grad_prob);
-              multiply_rows<Half, kDim, 1, 16>(score, own_queries,
-                                               keys_shared + offset_b + first * kRowBytes);
-              multiply_rows<Half, kDim, 1, 16>(grad_prob, own_grads,
-                                               values_shared + offset_b + first * kRowBytes);
-              const ScoreBlock<false> block{query0 + warp * 16, key0 + first};
-              const uint32_t visible = logits.visible(block), kept = logits.kept(block);
-              logits.finish(score[0], slope, visible, block);
+          for (int first = 0; first < kKeys; first += 16) {
+            FragmentC score[1][2], grad_prob[1][2], slope[2];
+            clear(score);
+            clear(grad_prob);
+            multiply_rows<Half, kDim, 1, 16>(score, own_queries, keys_shared + offset_b + first * kRowBytes);
+            multiply_rows<Half, kDim, 1, 16>(grad_prob, own_grads,
+                                             values_shared + offset_b + first * kRowBytes);
+            const ScoreBlock<false> block{query0 + warp * 16, key0 + first};
+            const uint32_t visible = logits.visible(block, entry), kept = logits.kept(block);
+            logits.finish(score[0], slope, visible, block);
 #pragma unroll
-              for (int n = 0; n < 2; n++) {
+            for (int n = 0; n < 2; n++) {
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                  const float4 row = terms[e / 2];
-                  const float dropped = test(kept, n, e) ? grad_prob[0][n].reg[e] * keep_scale : 0.0f;
-                  sum[0][first / 8 + n].reg[e] +=
-                      test(visible, n, e) ? probability(score[0][n].reg[e], row.x, row.y) * (dropped + row.z)
-                                          : 0.0f;
-                }
+              for (int e = 0; e < 4; e++) {
+                const float4 row = terms[e / 2];
+                const float dropped = test(kept, n, e) ? grad_prob[0][n].reg[e] * keep_scale : 0.0f;
+                sum[0][first / 8 + n].reg[e] +=
+                    test(visible, n, e) ? probability(score[0][n].reg[e], row.x, row.y) * (dropped + row.z)
+                                        : 0.0f;
               }
             }
           }

@@ -5,8 +5,11 @@
 //   S^T = K Q^T, dP^T = V dO^T        (keys x queries; K and V are the A fragments)
 //   P^T = exp2(scale * S^T - lse), dS^T = P^T * (dP^T - delta)
 //   dV += P^T dO, dK += dS^T Q        (P^T and dS^T turn from C into A fragments within a thread)
+//
+// The full variant does not visit tiles in which a block mask hides everything.
 #pragma once
 
+#include "../tile/block_mask.cuh"
 #include "backward_logits.cuh"
 #include "backward_tile.cuh"
 
@@ -97,6 +100,29 @@ struct BackwardDkDv {
     const int whole_begin = max((whole.begin + kQueries - 1) / kQueries, begin + 1);
     const int whole_end = whole_pieces ? whole.end / kQueries : 0;
     if (begin >= end) return;
+
+    [[maybe_unused]] const TileWalk<kQueries> tiles{p.block_mask, begin};
+    static_assert(!kFull || BlockMask::kSize % kKeys == 0);
+    [[maybe_unused]] const auto entries_of = [&](int g) {
+      return [&, g](int block) {
+        return p.block_mask.block(b, head_kv * group + g, block, first_key / BlockMask::kSize);
+      };
+    };
+    // What the walk in the group's head g has found or, if that is nothing, what it finds in a head after it, which g
+    // becomes. Below `begin` if there is nothing at all.
+    [[maybe_unused]] const auto or_later = [&](int& g, MaskedTile found) {
+      while (found.tile < begin && g + 1 < group) {
+        g++;
+        found = tiles.last(end - 1, entries_of(g));
+      }
+      return found;
+    };
+    [[maybe_unused]] int head = 0;  // of the group
+    [[maybe_unused]] MaskedTile now;
+    if constexpr (kFull) {
+      now = or_later(head, tiles.last(end - 1, entries_of(head)));
+      if (now.tile < begin) return;
+    }
 
     const uint32_t ring = shared_address(shared) + (2 - kTile.held) * kKeys * kRowBytes;
     uint32_t lane_destination = Lanes::row() * kRowBytes + Lanes::byte();
@@ -272,15 +298,13 @@ struct BackwardDkDv {
       stage = other_stage();
     };
 
-    // One tile of queries of head h, full variant.
-    auto full_step = [&](auto g, int tile, int next) {
+    // One tile of queries of head first_head + g, full variant. The one after it is tile `next` of head next_g.
+    auto full_step = [&](auto g, MaskedTile now, int next_g, int next) {
+      const int tile = now.tile;
       wait_for_copies<0>();
       __syncthreads();  // as above
       // Addresses are made anew for each tile: registers are scarcer here than instructions.
-      if (next >= 0) {
-        const int next_g = tile == begin ? g + 1 : g;
-        copy(rows_at(next_g, next), terms_at(next_g, next), next, other_stage());
-      }
+      if (next >= begin) copy(rows_at(next_g, next), terms_at(next_g, next), next, other_stage());
       const BackwardLogits<Half> logits(p, b, first_head + g);
       const uint32_t queries_b = stage + offset_b, queries_t = stage + offset_t,
                      terms_shared = stage + offset_terms;
@@ -295,7 +319,7 @@ struct BackwardDkDv {
           multiply_rows<Half, kDim, 1, 16>(grad, own_values, queries_b + kStreamBytes + first * kRowBytes);
         }
         const ScoreBlock<true> block{tile * kQueries + first, warp_key};
-        const uint32_t visible = logits.visible(block), kept = logits.kept(block);
+        const uint32_t visible = logits.visible(block, now.entry), kept = logits.kept(block);
         logits.finish(score[0], slope, visible, block);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
@@ -316,31 +340,39 @@ struct BackwardDkDv {
       stage = other_stage();
     };
 
-    copy(rows, terms, end - 1, ring);
-    step_back();
+    if constexpr (kFull) {
+      copy(rows_at(head, now.tile), terms_at(head, now.tile), now.tile, ring);
 #pragma unroll 1
-    for (int g = 0; g < group; g++) {
+      while (now.tile >= begin) {
+        int next_head = head;
+        const MaskedTile next = or_later(next_head, tiles.before(now, entries_of(head)));
+        full_step(head, now, next_head, next.tile);
+        head = next_head;
+        now = next;
+      }
+    } else {
+      copy(rows, terms, end - 1, ring);
+      step_back();
 #pragma unroll 1
-      for (int tile = end - 1; tile >= begin;) {
-        if (!kFull && tile >= whole_begin && tile < whole_end) {
+      for (int g = 0; g < group; g++) {
 #pragma unroll 1
-          do {
-            step(Bool<false>{}, tile, tile - 1);
-            tile--;
-          } while (tile >= whole_begin);
-        } else {
-          const int next = tile > begin ? tile - 1 : g + 1 < group ? end - 1 : -1;
-          if constexpr (kFull) {
-            full_step(g, tile, next);
+        for (int tile = end - 1; tile >= begin;) {
+          if (!kFull && tile >= whole_begin && tile < whole_end) {
+#pragma unroll 1
+            do {
+              step(Bool<false>{}, tile, tile - 1);
+              tile--;
+            } while (tile >= whole_begin);
           } else {
+            const int next = tile > begin ? tile - 1 : g + 1 < group ? end - 1 : -1;
             if (tile == begin) to_next_head();
             step(Bool<true>{}, tile, next);
+            tile--;
           }
-          tile--;
         }
       }
+      add_late();
     }
-    if (!kFull) add_late();
     // The gradients take the memory of the warp's own rows; with none there, that of the ring, when all are done with it.
     if constexpr (kTile.held == 2) __syncthreads();
   }

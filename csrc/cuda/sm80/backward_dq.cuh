@@ -3,9 +3,10 @@
 //   dS = exp2(scale * S - lse) * (dP - delta)
 //   dQ += dS K                         (dS turns from a C into an A fragment within a thread)
 // S and dP are those of backward_dkdv.cuh once more: two products of seven, paid for having no atomics, no float32 dQ in
-// memory, and the same bits in every run.
+// memory, and the same bits in every run. The full variant does not visit tiles in which a block mask hides everything.
 #pragma once
 
+#include "../tile/block_mask.cuh"
 #include "backward_logits.cuh"
 #include "backward_tile.cuh"
 
@@ -80,8 +81,19 @@ struct BackwardDq {
     const int whole_begin = max((whole.begin + kKeys - 1) / kKeys, begin + 1);
     const int whole_end = whole_pieces ? whole.end / kKeys : 0;
 
-    if constexpr (kFull)
+    [[maybe_unused]] const TileWalk<kKeys> tiles{p.block_mask, begin};
+    [[maybe_unused]] int tile;
+    [[maybe_unused]] const auto entry_at = [&](int block) {
+      int query = first_query;
+      keep_in_register(query);  // else the row's address would be held in registers all along
+      return p.block_mask.block(b, head, query / BlockMask::kSize, block);
+    };
+    if constexpr (kFull) {
+      static_assert(kQueries == BlockMask::kSize);
       ScoreGradients(params, b, head).clear_unseen(first_query, begin * kKeys, end * kKeys);
+      tile = tiles.last(end - 1, entry_at).tile;
+      if (tile < begin) return 0.0f;
+    }
     if (begin >= end) return 0.0f;
 
     const uint32_t ring = shared_address(shared) + (2 - kTile.held) * kQueries * kRowBytes;
@@ -135,20 +147,21 @@ struct BackwardDq {
       const int query = min(warp_query + m * 16 + r * 8 + lane / 4, int(p.len_q) - 1);
       return params.row_terms + (place.head_of_all * params.row_stride + query) * row_term_size(kFull);
     };
-    copy(rows, end - 1, ring);
-    rows.step_back();
     [[maybe_unused]] float alibi = 0.0f;
     if constexpr (kFull) {
+      copy(rows_at(tile), tile, ring);
       const BackwardLogits<Half> logits(p, b, head);
       const ScoreGradients score_gradients(params, b, head);
       const float4 row_terms[2] = {*reinterpret_cast<const float4*>(terms(0, 0)),
                                    *reinterpret_cast<const float4*>(terms(0, 1))};
       const float keep_scale = float(p.dropout.scale());
-      for (int tile = end - 1; tile >= begin; tile--) {
+      while (tile >= begin) {
+        const int32_t entry = tiles.entry(tile, entry_at);
+        const int next = tiles.before({tile, entry}, entry_at).tile;
         wait_for_copies<0>();
         __syncthreads();  // the tile has arrived for all; all are done with the one whose memory copy() takes
         // Addresses are made anew for each tile: registers are scarcer here than instructions.
-        if (tile > begin) copy(rows_at(tile - 1), tile - 1, other_stage());
+        if (next >= begin) copy(rows_at(next), next, other_stage());
 #pragma unroll 1
         for (int first = 0; first < kKeys; first += kChunk) {
           FragmentC score[1][2], grad[1][2], slope[2];
@@ -158,7 +171,7 @@ struct BackwardDq {
           multiply_rows<Half, kDim, 1, 16>(grad, own_grads,
                                            stage + offset_b + kStreamBytes + first * kRowBytes);
           const ScoreBlock<false> block{warp_query, tile * kKeys + first};
-          const uint32_t visible = logits.visible(block), kept = logits.kept(block);
+          const uint32_t visible = logits.visible(block, entry), kept = logits.kept(block);
           logits.finish(score[0], slope, visible, block);
 #pragma unroll
           for (int n = 0; n < 2; n++) {
@@ -187,8 +200,11 @@ struct BackwardDq {
           multiply_columns<Half, kDim>(grad_q, grad_score, stage + offset_t + first * kRowBytes);
         }
         stage = other_stage();
+        tile = next;
       }
     } else {
+      copy(rows, end - 1, ring);
+      rows.step_back();
       float minus_lse[kM][2], minus_delta[kM][2];
 #pragma unroll
       for (int m = 0; m < kM; m++) {
@@ -317,13 +333,14 @@ struct BackwardDq {
       if (to_mask) store(BlockAddresses<false>(io.grad_float_mask, b, h, block), block, x);
     }
 
-    // Zero for the keys that none of the block's queries sees: those before `begin` and from `end` on.
+    // Zero for the keys that none of the block's queries sees: those before `begin` and from `end` on, and in blocks
+    // where the block mask hides everything.
     __device__ void clear_unseen(int first_query, int begin, int end) const {
       if (!(to_bias || to_mask)) return;
       const int last_query = min(first_query + kQueries, int(p.len_q));
       for (int i = first_query + int(threadIdx.x) / 32; i < last_query; i += kThreads / 32) {
         for (int j = threadIdx.x % 32; j < int(p.len_k); j += 32) {
-          if (j >= begin && j < end) continue;
+          if (j >= begin && j < end && !hidden(first_query, j)) continue;
           if (to_bias) *reinterpret_cast<float*>(io.grad_bias.at(b, h, i, j)) = 0.0f;
           if (to_mask) *reinterpret_cast<float*>(io.grad_float_mask.at(b, h, i, j)) = 0.0f;
         }
@@ -331,6 +348,11 @@ struct BackwardDq {
     }
 
    private:
+    __device__ __forceinline__ bool hidden(int query, int key) const {
+      return p.block_mask.present() &&
+             p.block_mask.block(b, h, query / BlockMask::kSize, key / BlockMask::kSize) == 0;
+    }
+
     __device__ __forceinline__ void store(const BlockAddresses<false>& addresses,
                                           const ScoreBlock<false>& block, const FragmentC (&x)[2]) const {
 #pragma unroll

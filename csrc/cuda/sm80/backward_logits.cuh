@@ -87,9 +87,15 @@ struct BackwardLogits {
   const AttentionParams& p;
   int b, h;
   Visibility visibility;
+  TileMask first_mask;  // for element (0, 0) of all scores
   float scale, cap, inverse_cap, alibi_slope;
 
-  __device__ BackwardLogits(const AttentionParams& p, int b, int h) : p(p), b(b), h(h), visibility(p, b) {
+  __device__ BackwardLogits(const AttentionParams& p, int b, int h)
+      : p(p), b(b), h(h), visibility(p, b), first_mask(visibility, 0, 0, visibility.queries) {
+    // Else what follows from 64-bit lengths is computed anew for each block.
+    keep_in_register(first_mask.from_left);
+    keep_in_register(first_mask.width);
+    keep_in_register(first_mask.left);
     scale = float(p.scale);
     cap = float(p.softcap);
     // Finite also for a tiny cap, which leaves only the sign of a logit: 0 * inf would be NaN.
@@ -103,11 +109,13 @@ struct BackwardLogits {
     return float(abs(query - int(p.len_q) + int(p.len_k) - key));
   }
 
-  // Which of the lane's elements are visible. Only these have an address in bias and masks.
+  // Which of the lane's elements are visible. Only these have an address in bias and masks. entry: the block mask's, of
+  // the block that these scores lie in; 1 without one.
   template <bool kTransposed>
-  __device__ __forceinline__ uint32_t visible(const ScoreBlock<kTransposed>& block) const {
+  __device__ __forceinline__ uint32_t visible(const ScoreBlock<kTransposed>& block, int32_t entry) const {
     const int query0 = block.query(0, 0), key0 = block.key(0, 0);
-    const TileMask mask(visibility, key0, query0, visibility.queries - query0);
+    const TileMask mask(first_mask.from_left + uint32_t(key0 - query0), first_mask.width,
+                        first_mask.left - query0);
     const int keys_left = visibility.keys - key0;
     uint32_t bits = 0;
 #pragma unroll
@@ -118,13 +126,25 @@ struct BackwardLogits {
         bits |= uint32_t(mask.visible(key - query, query) && key < keys_left) << (4 * n + e);
       }
     }
-    if (p.bool_mask.present) {
-      const BlockAddresses<kTransposed> allowed(p.bool_mask, b, h, block);
+    if (p.bool_mask.present || entry != 1) {  // one branch: the bits are held as predicates, and it ends that
+      if (entry != 1) {
 #pragma unroll
-      for (int n = 0; n < 2; n++) {
+        for (int n = 0; n < 2; n++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          if (test(bits, n, e) && *allowed.at(n, e) == 0) bits &= ~(1u << (4 * n + e));
+          for (int e = 0; e < 4; e++) {
+            const uint32_t keys = keys_seen(p.block_mask, entry, block.query(n, e), key0) >> key0 % 32;
+            bits &= ~((~keys >> (block.key(n, e) - key0) & 1) << (4 * n + e));
+          }
+        }
+      }
+      if (p.bool_mask.present) {
+        const BlockAddresses<kTransposed> allowed(p.bool_mask, b, h, block);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            if (test(bits, n, e) && *allowed.at(n, e) == 0) bits &= ~(1u << (4 * n + e));
+          }
         }
       }
     }

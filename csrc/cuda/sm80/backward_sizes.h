@@ -46,7 +46,10 @@ ATTN_HOST_DEVICE constexpr BackwardTile dkdv_tile(int head_dim, bool full) {
 ATTN_HOST_DEVICE constexpr bool dkdv_split(int head_dim) { return head_dim > 128; }
 
 ATTN_HOST_DEVICE constexpr BackwardTile dq_tile(int head_dim, bool full) {
-  if (full) return head_dim <= 192 ? BackwardTile{4, 16, 32, 16, 1, 2} : BackwardTile{4, 16, 16, 16, 0, 1};
+  if (full) {
+    if (head_dim <= 192) return {4, 16, 32, 16, 1, head_dim <= 64 ? 3 : 2};
+    return {4, 16, 16, 16, 0, 1};
+  }
   if (head_dim <= 32) return {4, 32, 64, 32, 2, 2};
   if (head_dim <= 64) return {4, 32, 32, 32, 1, 2};
   if (head_dim <= 96) return {8, 16, 64, 32, 2, 1};

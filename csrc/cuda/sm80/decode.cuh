@@ -14,6 +14,7 @@
 // Warps with the same rows take keys of their own and each keep a softmax of them, since a common maximum would cost a
 // barrier a tile; what they do cost, one exchange through shared memory at the end, is a small part of a split's time.
 // One kernel for every option: the time goes into waiting for memory, and the branches are the same for a whole block.
+// Of a block mask, tiles of keys in which it hides everything from all rows are neither copied nor visited.
 #pragma once
 
 #include "../kernel_params.h"
@@ -108,7 +109,14 @@ class Decode {
     ring_ = shared_address(ring);
     const uint32_t queries = group_address(kRing - 2);  // not needed for keys before the first tile
     load_queries(queries);
-    for (int g = 0; g < kRing - 2; g++) load_group(g, g);
+    int copy_tile = next_tile(0);
+    bool second = false;  // of the tile's two groups, the one to copy next
+    const auto load_next = [&](int slot) {
+      load_group(tile_key(copy_tile) + (second ? kGroupKeys : 0), slot);
+      if (second) copy_tile = next_tile(copy_tile + 1);
+      second = !second;
+    };
+    for (int g = 0; g < kRing - 2; g++) load_next(g);
     wait_for_copies<kRing - 2>();
     __syncthreads();  // the queries that other threads copied have arrived
     FragmentA q[kBucket / 16];
@@ -119,17 +127,18 @@ class Decode {
     const bool idle = block_row_ + 16 * row_tile_ >= rows_;  // a row tile without rows
     const int first_key = idle ? kTileKeys : 16 * (warp_ / row_tiles_);
     int slot = 0;  // where the tile's first group lies
-    for (int group = 0, tile = begin_ & ~7; tile < end_; group += 2, tile += kTileKeys) {
+    for (int n = next_tile(0); tile_key(n) < end_; n = next_tile(n + 1)) {
+      const int tile = tile_key(n);
       wait_for_copies<kRing - 4>();  // of the groups asked for, all but those after this tile have arrived
       // So they have for the other threads. And all warps have done the tile before this one (at first: have read the
       // queries): its place is free for new keys.
       __syncthreads();
-      load_group(group + kRing - 2, wrap(slot + kRing - 2));
-      load_group(group + kRing - 1, wrap(slot + kRing - 1));
+      load_next(wrap(slot + kRing - 2));
+      load_next(wrap(slot + kRing - 1));
       // The warps of a row tile take turns at 16 keys.
-      for (int n = first_key; n < min(kTileKeys, end_ - tile); n += 16 * (kWarps / row_tiles_)) {
-        const uint32_t keys = group_address(wrap(slot + n / kGroupKeys)) + n % kGroupKeys * kRowBytes;
-        attend(q, keys, tile + n, row, out);
+      for (int key = first_key; key < min(kTileKeys, end_ - tile); key += 16 * (kWarps / row_tiles_)) {
+        const uint32_t keys = group_address(wrap(slot + key / kGroupKeys)) + key % kGroupKeys * kRowBytes;
+        attend(q, keys, tile + key, row, out);
       }
       slot = wrap(slot + 2);
     }
@@ -287,10 +296,35 @@ class Decode {
 
   __device__ __forceinline__ static int wrap(int slot) { return slot < kRing ? slot : slot - kRing; }
 
-  // Starts the copies of a group of keys and values, counted from the split's first tile. Keys outside the split are
-  // not read; their places are filled with zeros as far as the group is used at all.
-  __device__ __forceinline__ void load_group(int group, int slot) const {
-    const int first = (begin_ & ~7) + group * kGroupKeys;
+  // The first key of a tile of the split.
+  __device__ __forceinline__ int tile_key(int tile) const { return (begin_ & ~7) + tile * kTileKeys; }
+
+  // The first of the split's tiles from `tile` on in which a row of the block may see a key.
+  __device__ __forceinline__ int next_tile(int tile) const {
+    if (!problem_.block_mask.present()) return tile;
+    const int tiles = (end_ - tile_key(0) + kTileKeys - 1) / kTileKeys;
+    return next_filled<1>(tile, tiles, [&](int tile) { return shows(tile); });
+  }
+
+  // Whether the block mask lets a row of the block see a key of the tile.
+  __device__ __forceinline__ bool shows(int tile) const {
+    constexpr int kSize = BlockMask::kSize;
+    const BlockMask& mask = problem_.block_mask;
+    const int last_row = min(block_row_ + 16 * row_tiles_, rows_) - 1;
+    const int last_key = min(tile_key(tile + 1), end_) - 1;
+    for (int g = 0; g < (mask.stride[1] == 0 ? 1 : group_); g++) {
+      for (int i = block_row_ / group_ / kSize; i <= last_row / group_ / kSize; i++) {
+        for (int k = max(tile_key(tile), begin_) / kSize; k <= last_key / kSize; k++) {
+          if (mask.block(b_, h_kv_ * group_ + g, i, k) != 0) return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  // Starts the copies of a group of keys and values, key `first` the first. Keys outside the split are not read; their
+  // places are filled with zeros as far as the group is used at all.
+  __device__ __forceinline__ void load_group(int first, int slot) const {
     if (first < end_) {
       const uint32_t keys = group_address(slot), values = keys + kGroupKeys * kRowBytes;
 #pragma unroll

@@ -2,6 +2,7 @@
 // are those of csrc/cpu/scores.h, natural units.
 #pragma once
 
+#include "../tile/block_mask.cuh"
 #include "../tile/fragment.cuh"
 #include "../tile/philox.cuh"
 #include "../tile/visibility.cuh"
@@ -37,10 +38,10 @@ struct DecodeTerms {
   // Whether add_to() has anything to do.
   __device__ __forceinline__ bool any() const {
     return has_cap() || problem.bias.present || problem.float_mask.present || problem.bool_mask.present ||
-           problem.alibi_slopes.present;
+           problem.block_mask.present() || problem.alibi_slopes.present;
   }
 
-  // Softcap, bias, float mask, ALiBi and bool mask. `key`: the thread's first. Pairs that do not see
+  // Softcap, bias, float mask, ALiBi, bool mask and block mask. `key`: the thread's first. Pairs that do not see
   // each other by their position are left to the caller, since most calls have no other reason to hide.
   __device__ __forceinline__ void add_to(FragmentC (&s)[2], const DecodeRow (&row)[2], int key) const {
     if (has_cap()) {
@@ -67,9 +68,28 @@ struct DecodeTerms {
           visible[n][e] = *element<uint8_t>(problem.bool_mask, b, row[r].h, row[r].i, key + j) != 0;
       });
     }
+    if (problem.block_mask.present()) hide_in_blocks(visible, row, key);
     for_each_score([&](int n, int e, int, int) {
       if (!visible[n][e]) s[n].reg[e] = -ATTN_INFINITY;
     });
+  }
+
+  // Blocks that are not partial have bits too: these 16 keys may lie in two blocks, and each row in others.
+  __device__ __forceinline__ void hide_in_blocks(bool (&visible)[2][4], const DecodeRow (&row)[2],
+                                                 int key) const {
+    const BlockMask& mask = problem.block_mask;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int pair =
+            min(key + 8 * n, int(problem.len_k) - 1);  // the map has no block for keys after that
+        const int32_t block = mask.block(b, row[r].h, row[r].i / BlockMask::kSize, pair / BlockMask::kSize);
+        const uint32_t bits = keys_seen(mask, block, row[r].i, pair) >> pair % 32;
+        if ((bits & 1) == 0) visible[n][2 * r] = false;
+        if ((bits & 2) == 0) visible[n][2 * r + 1] = false;
+      }
+    }
   }
 
   // A larger cap changes nothing in float.

@@ -1,11 +1,13 @@
 // Forward on tensor cores, full variant: what the lean one has (forward.cuh), and bias, masks, ALiBi, softcap,
-// sinks and dropout, each behind a branch that the whole grid takes alike.
+// sinks and dropout, each behind a branch that the whole grid takes alike. Of a block mask, tiles in which it hides
+// everything are not visited, and only where it hides something are its bits looked at.
 //
 // Every tile takes the exact body: logits in natural units, the tile's maximum, P = exp2((s - maximum) * log2(e)). The
 // subtraction comes first, because s * log2(e) of a mask of finfo.min would overflow to -inf, and such a mask absorbs
 // the score but does not hide the key.
 #pragma once
 
+#include "../tile/block_mask.cuh"
 #include "../tile/block_order.h"
 #include "../tile/dropout.cuh"
 #include "../tile/logits.cuh"
@@ -24,8 +26,8 @@ struct FullForward : ForwardBlock<Half, HeadDim, ForwardVariant::kFull> {
   // P of a whole tile against a maximum raised to the tile's own. Adds to the thread's sums, which dropout leaves
   // alone.
   __device__ __forceinline__ void tile(Probabilities& p, uint32_t stage, int row0, int key0,
-                                       const Visibility& visible, bool whole, const Logits<Half>& logits,
-                                       const DropoutNumbers& dropout) {
+                                       const Visibility& visible, bool whole, int32_t block_entry,
+                                       const Logits<Half>& logits, const DropoutNumbers& dropout) {
     Scores s;
     this->multiply_qk(s, stage);
     // Else the rows' limits and their addresses in every mask would be held in registers all along.
@@ -34,7 +36,7 @@ struct FullForward : ForwardBlock<Half, HeadDim, ForwardVariant::kFull> {
     for (int m = 0; m < kM; m++) {
       const int row[2] = {row0 + this->row(m, 0), row0 + this->row(m, 1)};
       const KeyRange seen[2] = {visible.of_query(row[0]), visible.of_query(row[1])};
-      logits.apply(s[m], row, key0, seen, whole);
+      logits.apply(s[m], row, key0, seen, whole, block_entry);
 
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -101,26 +103,36 @@ __device__ __forceinline__ void attn_forward_full(const ForwardParams& params) {
   const Logits<Half> logits(p, b, h);
   const DropoutNumbers dropout(p.dropout, b, h);
   Block block(shared);
+  const TileWalk<kTile.keys> walk{p.block_mask, tiles.first};
+  static_assert(kTile.rows() == BlockMask::kSize);
+  const auto entry_at = [&](int k) { return p.block_mask.block(b, h, row0 / BlockMask::kSize, k); };
 
-  if (tiles.last >= tiles.first) {
-    Ring ring(shared, p, b, h / (int(p.heads_q) / int(p.heads_kv)), tiles.first, tiles.last, visible.keys);
+  MaskedTile now = walk.last(tiles.last, entry_at);
+  if (now.tile >= tiles.first) {
+    Ring ring(shared, p, b, h / (int(p.heads_q) / int(p.heads_kv)), tiles.first, now.tile, visible.keys);
     block.load_queries(shared, p, b, h, row0, visible.queries);
     ring.start();
     commit_copies();
     block.take_queries();
 
     typename Block::Probabilities prob;
-    bool pending = false;  // prob holds P(j + 1), which has not met V(j + 1)
-    for (int j = tiles.last; j >= tiles.first; j--) {
+    bool pending = false;  // prob holds P of the tile before, which has not met its V
+    while (now.tile >= tiles.first) {
+      int j = now.tile;
+      keep_in_register(j);  // not a uniform one: comparing those and computing with them takes longer
       ring.arrive();
-      ring.fetch(j);
+      ring.fetch_values(j);
+      const MaskedTile next = walk.before(now, entry_at);
+      if (p.block_mask.present() && next.tile >= tiles.first) ring.skip(j - 1 - next.tile);
+      ring.fetch_keys_before(next.tile + 1);
       if (pending) block.multiply_pv(prob, ring.other_stage());
       pending = j >= own.first && j <= own.last;
       if (pending) {
-        const bool whole = j >= own.whole_first && j <= own.whole_last;
-        block.tile(prob, ring.stage, row0, j * kTile.keys, visible, whole, logits, dropout);
+        const bool whole = j >= own.whole_first && j <= own.whole_last && now.entry == 1;
+        block.tile(prob, ring.stage, row0, j * kTile.keys, visible, whole, now.entry, logits, dropout);
       }
       ring.stage = ring.other_stage();
+      now = next;
     }
     ring.arrive();
     if (pending) block.multiply_pv(prob, ring.other_stage());

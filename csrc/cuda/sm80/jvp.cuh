@@ -1,6 +1,6 @@
 // Forward mode on tensor cores: the tangents (written with a dot) of out and lse along tangents of the inputs, with
 // every option, each behind a branch that the whole grid takes alike. A block owns a tile of queries of one head and
-// walks over the keys they see, from the last tile to the first:
+// walks over the keys they see, from the last tile to the first, but for tiles in which a block mask hides everything:
 //
 //   P    = exp(S - lse)                       lse as the forward saved it: no maximum to keep, nothing to rescale
 //   S.   = scale (Q. K^T + Q K.^T) * slope of the cap + bias. + float_mask. - slope. |i + Nk - Nq - j|
@@ -13,6 +13,7 @@
 // way, and while they meet the second, the first pair of the next tile.
 #pragma once
 
+#include "../tile/block_mask.cuh"
 #include "../tile/block_order.h"
 #include "backward_logits.cuh"
 #include "backward_tile.cuh"
@@ -87,7 +88,11 @@ struct Jvp {
     const KeyTiles own(visibility, warp_query, 16, kKeys);  // the warp's
     const bool terms = p.bias.present || p.float_mask.present || p.bool_mask.present ||
                        p.alibi_slopes.present || has_softcap(p) || p.dropout.threshold != 0;
-    if (tiles.first > tiles.last) return;
+    const TileWalk<kKeys> walk{p.block_mask, tiles.first};
+    static_assert(kQueries == BlockMask::kSize);
+    const auto entry_at = [&](int k) { return p.block_mask.block(b, h, warp_query / BlockMask::kSize, k); };
+    MaskedTile now = walk.last(tiles.last, entry_at);
+    if (now.tile < tiles.first) return;
 
     const uint32_t keys = shared_address(shared) + (2 - kTile.held) * kOwnBytes,
                    values = keys + 2 * kStreamBytes;
@@ -114,11 +119,12 @@ struct Jvp {
       copy(io.tangent_k, head_kv, int(p.dim_qk), tile, visibility.keys, keys + kStreamBytes);
       commit_copies();
     };
-    copy_keys(tiles.last);
+    copy_keys(now.tile);
 #pragma unroll 1
-    for (int tile = tiles.last; tile >= tiles.first; tile--) {
+    while (now.tile >= tiles.first) {
+      const int tile = now.tile;
       const bool seen = tile >= own.first && tile <= own.last;
-      const bool whole = tile >= own.whole_first && tile <= own.whole_last;
+      const bool whole = tile >= own.whole_first && tile <= own.whole_last && now.entry == 1;
       Weights prob, moved;  // factor P, factor P S.
 
       wait_for_copies<0>();
@@ -137,15 +143,16 @@ struct Jvp {
         }
         if (io.tangent_k.present) multiply_rows<Half, kDim, 1, kKeys>(move, query, lane_keys + kStreamBytes);
         if (terms || !whole) {
-          weigh<true>(prob, moved, score, move, tile * kKeys);
+          weigh<true>(prob, moved, score, move, tile * kKeys, now.entry);
         } else {
-          weigh<false>(prob, moved, score, move, tile * kKeys);
+          weigh<false>(prob, moved, score, move, tile * kKeys, now.entry);
         }
       }
 
+      const MaskedTile next = walk.before(now, entry_at);
       wait_for_copies<0>();
       __syncthreads();  // the values have arrived for all; all are done with the keys, whose memory is taken now
-      if (tile > tiles.first) copy_keys(tile - 1);
+      if (next.tile >= tiles.first) copy_keys(next.tile);
       if (seen) {
 #pragma unroll
         for (int n = 0; n < kKeys / 16; n++) {
@@ -154,6 +161,7 @@ struct Jvp {
           if (io.tangent_v.present) multiply_columns<Half, kDim>(sum, prob[n], rows + kStreamBytes);
         }
       }
+      now = next;
     }
   }
 
@@ -195,10 +203,10 @@ struct Jvp {
   }
 
   // The products of a tile, score and move, to factor P and factor P S. kEvery: with every option; else there is
-  // nothing beside the products, and all rows see all of the tile.
+  // nothing beside the products, and all rows see all of the tile. entry: as in BackwardLogits::visible.
   template <bool kEvery>
   __device__ __forceinline__ void weigh(Weights& prob, Weights& moved, const Scores& score,
-                                        const Scores& move, int first_key) {
+                                        const Scores& move, int first_key, int32_t entry) {
     // Made here, and not held in registers all along.
     const BackwardLogits<Half> logits(p, b, h);
 #pragma unroll
@@ -209,7 +217,7 @@ struct Jvp {
       for_each(t, [&](float& x, int, int) { x *= logits.scale; });
       if constexpr (kEvery) {
         FragmentC slope[2];
-        visible = logits.visible(block);
+        visible = logits.visible(block, entry);
         kept = logits.kept(block);
         logits.finish(s, slope, visible, block);
         if (moves_scores) add_tangents(t, slope, visible, block, logits);
@@ -275,6 +283,7 @@ struct Jvp {
 
   // The sums become the tangents of out and lse. Rows pass through `shared`, memory of the warp's own for 16 of them.
   __device__ __forceinline__ void finish(char* shared) {
+    keep_in_register(warp_query);  // else what follows from it would be held in registers all along
     const int lane = threadIdx.x % 32, dim = int(p.dim_v);
     const float keep_scale = float(p.dropout.scale());
     has_weight |= __shfl_xor_sync(0xffffffffu, has_weight, 1);

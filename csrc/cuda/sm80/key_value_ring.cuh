@@ -43,6 +43,12 @@ struct KeyValueRing {
   }
 
   __device__ __forceinline__ void fetch(int j) {
+    fetch_values(j);
+    fetch_keys_before(j);
+  }
+
+  // The two halves of it. Where tiles are left out, skip() comes in between.
+  __device__ __forceinline__ void fetch_values(int j) {
     if (j == last) {
       int rows = tail;
       keep_in_register(rows);  // else the tests of start() would be kept for here
@@ -51,12 +57,18 @@ struct KeyValueRing {
       values.load(key_target + kValues + stage);
     }
     values.step_back();
+  }
+  __device__ __forceinline__ void fetch_keys_before(int j) {
     if (j > first) keys.load(key_target + other_stage());
     keys.step_back(j - 2 >= first);
     commit_copies();
   }
+  __device__ __forceinline__ void skip(int tiles) {
+    keys.step_back_by(tiles);
+    values.step_back_by(tiles);
+  }
 
-  // The same without a branch, for tiles before the last. The first tile's K is fetched twice rather than not.
+  // fetch() without a branch, for tiles before the last. The first tile's K is fetched twice rather than not.
   __device__ __forceinline__ void fetch_whole(int j) {
     values.load(key_target + kValues + stage);
     keys.load(key_target + other_stage());

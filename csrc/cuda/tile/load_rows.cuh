@@ -58,8 +58,12 @@ struct RowLoader {
     return address;
   }
 
-  // On to the tile before.
+  // On to the tile before, or several tiles back.
   __device__ __forceinline__ void step_back(bool really = true) { source -= really ? Rows * row_bytes : 0; }
+
+  __device__ __forceinline__ void step_back_by(int tiles) {
+    source -= uint32_t(tiles * Rows) * uint64_t(row_bytes);
+  }
 
   // A tile whose rows all exist. `shared`: what target() gave.
   __device__ __forceinline__ void load(uint32_t shared) const {

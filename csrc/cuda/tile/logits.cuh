@@ -1,9 +1,10 @@
-// From raw products to logits, for the variants with score modifiers: scale, softcap, bias, float mask, ALiBi, bool
-// mask and visibility, on C fragments in natural units. The rules are those of csrc/cpu/scores.h. Which of them apply
-// is the same for the whole grid, so each is one branch.
+// From raw products to logits, for the variants with score modifiers: scale, softcap, bias, float mask, ALiBi, bool and
+// block mask and visibility, on C fragments in natural units. The rules are those of csrc/cpu/scores.h. Which of them
+// apply is the same for the whole grid, so each is one branch.
 #pragma once
 
 #include "../../attention_params.h"
+#include "block_mask.cuh"
 #include "fragment.cuh"
 #include "math.cuh"
 #include "visibility.cuh"
@@ -36,11 +37,11 @@ struct Logits {
   }
 
   // Turns the products of two query rows, row[0] (registers 0, 1 of each fragment) and row[1] (2, 3), into logits.
-  // seen[r]: the keys row[r] may see by causal, window and length rules; the others become -inf, unless the caller
-  // knows (`whole`) that there are none.
+  // seen[r]: the keys row[r] may see by causal, window and length rules; the others become -inf, and those that the block
+  // mask hides, whose entry for the tile's block is `block`, unless the caller knows (`whole`) that there are neither.
   template <int N>
   __device__ __forceinline__ void apply(FragmentC (&s)[N], const int (&row)[2], int key,
-                                        const KeyRange (&seen)[2], bool whole) const {
+                                        const KeyRange (&seen)[2], bool whole, int32_t block) const {
     for_each(s, [&](float& x, int, int, int) { x *= scale; });
     if (has_softcap(p)) {
       constexpr float kLargest = 3.4028234663852886e38f;
@@ -65,6 +66,7 @@ struct Logits {
       for_each(s, [&](float& x, int n, int r, int e) {
         if (!sees(seen[r], first + n * 8 + e)) x = -ATTN_INFINITY;
       });
+      if (block != 1) hide_in_block(s, row, key, block);
     }
   }
 
@@ -155,6 +157,31 @@ struct Logits {
     }
   }
 
+  // Hides those of 32 keys from fragment n on whose bit is 0.
+  template <int N>
+  __device__ __forceinline__ static void hide_keys(FragmentC (&s)[N], int n, int r, uint32_t bits) {
+    bits >>= threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float& x = s[n + i].reg[2 * r + e];
+        x = (bits >> (8 * i + e) & 1) != 0 ? x : -ATTN_INFINITY;
+      }
+    }
+  }
+
+  // Hides what the tile of bits of a block does not show.
+  template <int N>
+  __device__ __forceinline__ void hide_in_block(FragmentC (&s)[N], const int (&row)[2], int key,
+                                                int32_t block) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+      for (int n = 0; n < N; n += 4) hide_keys(s, n, r, keys_seen(p.block_mask, block, row[r], key + n * 8));
+    }
+  }
+
   // Hides keys where the bool mask is 0.
   template <int N>
   __device__ __forceinline__ void hide(FragmentC (&s)[N], const int (&row)[2], int key,
@@ -172,12 +199,7 @@ struct Logits {
                           << threadIdx.x % 4 * 8;
           bits |= __shfl_xor_sync(0xffffffffu, bits, 1);
           bits |= __shfl_xor_sync(0xffffffffu, bits, 2);
-          bits >>= threadIdx.x % 4 * 2;
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            if ((bits >> 8 * i & 1) == 0) s[n + i].reg[2 * r] = -ATTN_INFINITY;
-            if ((bits >> 8 * i & 2) == 0) s[n + i].reg[2 * r + 1] = -ATTN_INFINITY;
-          }
+          hide_keys(s, n, r, bits);
         }
       }
     } else {
