@@ -15,13 +15,12 @@ from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
-from attn_ext_build import find_cuda, find_torch, jobs, sources  # noqa: E402
+from attn_ext_build import architectures, find_cuda, find_torch, jobs, sources  # noqa: E402
 
 COMMANDS_THAT_COMPILE = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}
 SOURCES = sources.read(ROOT / "csrc" / "sources.txt")
 # The oldest libtorch that the binary runs under: 2.10, one byte a number from the top.
 TORCH_TARGET_VERSION = "0x020a000000000000"
-DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"  # built for when no GPU is visible
 
 # -fno-math-errno and -ffp-contract=fast allow vector square roots and fused multiply-add; unlike -ffast-math
 # they leave NaN and infinity alone. -g0: Python's own flags often hold -g, for a library ten times as large.
@@ -108,10 +107,17 @@ def compiling() -> dict:
         pass
 
     import torch.utils.cpp_extension as cpp_extension
-    from torch.cuda import device_count
+    from torch.cuda import device_count, get_device_capability
 
-    if toolkit and not os.environ.get("TORCH_CUDA_ARCH_LIST") and device_count() == 0:
-        os.environ["TORCH_CUDA_ARCH_LIST"] = DEFAULT_ARCHITECTURES
+    sm_90a = False
+    if toolkit:
+        wish = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+        if wish in ("", "native") and device_count() > 0:  # torch takes those of the visible GPUs
+            sm_90a = any(get_device_capability(n) == (9, 0) for n in range(device_count()))
+        else:
+            wish, sm_90a = architectures.split(wish or architectures.DEFAULT)
+            os.environ["TORCH_CUDA_ARCH_LIST"] = wish
+        say(f"the kernels for Hopper (sm_90a) are {'' if sm_90a else 'not '}built")
     if not cpp_extension.is_ninja_available():
         say("ninja is not installed: compiling one file at a time")
 
@@ -126,6 +132,23 @@ def compiling() -> dict:
             for extension in self.extensions:
                 extension.define_macros.append(macro("ATTN_EXT_VERSION", self.distribution.get_version()))
             super().build_extensions()
+
+        def build_extension(self, extension):
+            if sm_90a and extension.name == "attn_ext._C_cuda":
+                flags = dict(extension.extra_compile_args)
+                flags["nvcc"] = [
+                    *flags["nvcc"],
+                    "-gencode=arch=compute_90a,code=sm_90a",
+                ]  # instead of torch's
+                extension.extra_objects += self.compiler.compile(
+                    SOURCES["cuda_sm90a"],
+                    output_dir=os.path.join(self.build_temp, "sm_90a"),
+                    include_dirs=extension.include_dirs,
+                    macros=extension.define_macros,
+                    extra_postargs=flags,
+                    depends=extension.depends,
+                )
+            super().build_extension(extension)
 
     return {
         "ext_modules": extensions(found, toolkit, reason),

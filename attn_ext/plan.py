@@ -19,6 +19,18 @@ MULTIPROCESSORS = {
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """A tensor as Hopper's copy engine (TMA) reads it, to be encoded by the driver at launch."""
+
+    params_offset: int  # where in the launch's params the 128 bytes of the encoded map belong
+    dtype: str  # "f16" or "bf16"
+    data_ptr: int
+    sizes: tuple[int, int, int, int]  # of column, row, head, batch
+    strides: tuple[int, int, int]  # of row, head, batch, in bytes
+    box_rows: int  # rows of one copy; 64 columns
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel launch."""
 
@@ -27,6 +39,7 @@ class Launch:
     block: tuple[int, int, int]  # threads of a block
     shared_bytes: int  # dynamic shared memory of a block
     params: bytes  # the kernel's one argument, passed by value
+    tensor_maps: tuple[TensorMap, ...] = ()  # to be written into it
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,8 @@ def launch_plan(
     Args:
         q, k, v: as for attention(), on the CPU or a GPU. Results and workspaces are allocated beside them.
         direction: "forward", "backward" or "jvp" (forward-mode AD).
-        arch: "sm_80" and so on: the GPU that is planned for.
+        arch: "sm_80" and so on: the GPU that is planned for. For "sm_90", the environment variable
+            ATTN_EXT_KERNELS chooses the kernels for Hopper where they can ("sm90") or never ("sm80", unset).
         multiprocessors: how many it has; default: as many as a common GPU of that architecture. They decide
             how keys are split among blocks.
         out, lse: backward and jvp: what the forward returned. lse is (B, Hq, Nq), or (B, Hq, Nq, 2): the two
@@ -88,6 +102,7 @@ def launch_plan(
 
     Raises:
         TypeError, ValueError: as attention() does, and for an unknown direction, arch or tangent.
+        RuntimeError: for another value of ATTN_EXT_KERNELS.
     """
     if arch not in MULTIPROCESSORS:
         raise arguments.ArgumentValueError(f"arch must be one of {', '.join(MULTIPROCESSORS)}, got {arch!r}")
@@ -147,6 +162,7 @@ def launch_plan(
             (step["block"], 1, 1),
             step["shared_bytes"],
             bytes.fromhex(step["params"]),
+            tuple(_tensor_map(**each) for each in step["tensor_maps"]),
         )
         for step in plan["launches"]
     )
@@ -156,6 +172,10 @@ def launch_plan(
         results,
         (*inputs, *tensors),
     )
+
+
+def _tensor_map(sizes, strides, **fields):
+    return TensorMap(sizes=tuple(sizes), strides=tuple(strides), **fields)
 
 
 def _saved(direction, *, lse, **tensors):

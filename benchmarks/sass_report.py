@@ -1,7 +1,7 @@
 """Prints what the CUDA kernels' machine code says of them. Needs `pip install '.[dev]'`, and nvcc where it
 compiles; no GPU.
 
-    python benchmarks/sass_report.py                   every kernel, FlashAttention-2 beside it, predictions
+    python benchmarks/sass_report.py                   every kernel, FlashAttention beside it, predictions
     python benchmarks/sass_report.py --only 'fwd.*d64' --loops   some kernels, and what their loops hold
     python benchmarks/sass_report.py --gate            the same for CI: exit status 1 where a gate fails
     python benchmarks/sass_report.py --installed       what the installed attn_ext holds, not compiled anew
@@ -87,7 +87,7 @@ def main() -> int:
     failures += [line for kernel in kernels for line in tables.fault_lines(kernel)]
     if gpu is A100:
         lines, over = tables.comparison_table(by_name)
-        print("\nBeside FlashAttention-2's kernels for uneven lengths\n" + "\n".join(lines))
+        print("\nBeside FlashAttention-2's (on Hopper 3's) kernels for uneven lengths\n" + "\n".join(lines))
         failures += over if not args.only else []
     print(f"\nPredictions for {gpu.name}, {args.dtype}")
     print("\n".join(tables.prediction_table(args.problem or PROBLEMS, args.dtype, by_name)))

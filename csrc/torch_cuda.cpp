@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -28,6 +29,16 @@ const cuda::Backend& require_backend() {
       cuda::backend() != nullptr,
       "attn_ext has no CUDA kernels here; `python -m attn_ext` says why. Tensors must be on the CPU");
   return *cuda::backend();
+}
+
+// Which kernels the environment asks for.
+cuda::Target as_wished(cuda::Target target) {
+  const char* const set = std::getenv("ATTN_EXT_KERNELS");
+  const std::string wish = set == nullptr ? "" : set;
+  STD_TORCH_CHECK(wish.empty() || wish == "sm80" || wish == "sm90", "attn_ext: ATTN_EXT_KERNELS is '", wish,
+                  "', must be sm80, sm90 or not set");
+  target.sm90_kernels = wish == "sm90";
+  return target;
 }
 
 struct Forward {
@@ -81,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tens
                                                      ATTN_OPTION_PARAMETERS) {
   const cuda::Backend& backend = require_backend();
   const int32_t device = q.get_device_index();
-  Forward call(q, k, v, ATTN_OPTIONS, backend.target(device));
+  Forward call(q, k, v, ATTN_OPTIONS, as_wished(backend.target(device)));
   backend.launch(call.plan, device);
   return {std::move(call.result.out), std::move(call.result.lse), std::move(call.result.lse_parts)};
 }
@@ -93,7 +104,7 @@ BackwardResult::Tensors attention_backward(const Tensor& grad_out, const Optiona
   const cuda::Backend& backend = require_backend();
   const int32_t device = q.get_device_index();
   Backward call(grad_out, grad_lse, q, k, v, out, lse_parts, ATTN_OPTIONS, output_mask,
-                backend.target(device));
+                as_wished(backend.target(device)));
   backend.launch(call.plan, device);
   return std::move(call.result).rounded(bias, float_mask);
 }
@@ -108,6 +119,13 @@ std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const
   return {std::move(call.result.tangent_out), std::move(call.result.tangent_lse)};
 }
 
+template <size_t N>
+std::string to_json(const int64_t (&numbers)[N]) {
+  std::string text = "[";
+  for (const int64_t number : numbers) text += (text.back() == '[' ? "" : ", ") + std::to_string(number);
+  return text + "]";
+}
+
 // A plan and the memory that its kernels may touch, as JSON: {"launches": [...], "buffers": [...]}.
 std::string to_json(const cuda::Plan& plan, const std::vector<cuda::Buffer>& buffers) {
   static const char* const kHex = "0123456789abcdef";
@@ -118,7 +136,16 @@ std::string to_json(const cuda::Plan& plan, const std::vector<cuda::Buffer>& buf
     text += (text.back() == '[' ? "" : ", ") + std::string("{\"kernel\": \"") + launch.kernel +
             "\", \"grid\": " + std::to_string(launch.grid) + ", \"block\": " + std::to_string(launch.block) +
             ", \"shared_bytes\": " + std::to_string(launch.shared_bytes) + ", \"params\": \"" + params +
-            "\"}";
+            "\", \"tensor_maps\": [";
+    for (const cuda::TensorMap& map : launch.tensor_maps) {
+      text += (text.back() == '[' ? "" : ", ") + std::string("{\"params_offset\": ") +
+              std::to_string(map.params_offset) + ", \"dtype\": \"" +
+              (map.dtype == DType::kFloat16 ? "f16" : "bf16") +
+              "\", \"data_ptr\": " + std::to_string(reinterpret_cast<uintptr_t>(map.data)) +
+              ", \"sizes\": " + to_json(map.size) + ", \"strides\": " + to_json(map.stride_bytes) +
+              ", \"box_rows\": " + std::to_string(map.box_rows) + "}";
+    }
+    text += "]}";
   }
   text += "], \"buffers\": [";
   for (const cuda::Buffer& buffer : buffers) {
@@ -148,7 +175,7 @@ std::vector<Tensor> described(const std::string& json, std::vector<Tensor> resul
 std::vector<Tensor> attention_forward_plan(const Tensor& q, const Tensor& k, const Tensor& v,
                                            int64_t architecture, int64_t multiprocessors,
                                            ATTN_OPTION_PARAMETERS) {
-  const cuda::Target target{int(architecture), int(multiprocessors)};
+  const cuda::Target target = as_wished({int(architecture), int(multiprocessors)});
   const Forward call(q, k, v, ATTN_OPTIONS, target);
   const auto buffers =
       cuda::forward_buffers(call.problem, call.result.views, call.workspace.data_ptr(), target);
@@ -161,7 +188,7 @@ std::vector<Tensor> attention_backward_plan(const Tensor& grad_out, const Option
                                             const Tensor& out, const Tensor& lse_parts, int64_t output_mask,
                                             int64_t architecture, int64_t multiprocessors,
                                             ATTN_OPTION_PARAMETERS) {
-  const cuda::Target target{int(architecture), int(multiprocessors)};
+  const cuda::Target target = as_wished({int(architecture), int(multiprocessors)});
   const Backward call(grad_out, grad_lse, q, k, v, out, lse_parts, ATTN_OPTIONS, output_mask, target);
   const auto buffers =
       cuda::backward_buffers(call.problem, call.result.views, call.workspace.data_ptr(), target);

@@ -51,7 +51,8 @@ def source_of(kernel):
 @functools.cache
 def ptx(kernel, arch):
     """The PTX of the file that exports a kernel."""
-    return nvcc.ptx_of_file(source_of(kernel), arch, NVCC_FLAGS)
+    # wgmma, TMA and setmaxnreg are features of sm_90a, which is sm_90 on the device.
+    return nvcc.ptx_of_file(source_of(kernel), "sm_90a" if "_sm90_" in kernel else arch, NVCC_FLAGS)
 
 
 @functools.lru_cache(MODULES_KEPT)
@@ -76,13 +77,23 @@ def carry_out(plan, arch="sm_80", modules=module, **options):
     done = []
     for n in plan.launches:
         r = modules(n.kernel, arch).launch(
-            n.kernel, n.grid, n.block, [n.params], n.shared_bytes, memory, **options
+            n.kernel, n.grid, n.block, [_encoded(n)], n.shared_bytes, memory, **options
         )
         if modules is module:
             lines = unexecuted.setdefault((n.kernel, arch), set(r.unexecuted))
             lines.intersection_update(r.unexecuted)
         done.append(r)
     return done
+
+
+def _encoded(launch):
+    """The params of a launch with its tensor maps, as launch.cu encodes them for a GPU."""
+    params = bytearray(launch.params)
+    for m in launch.tensor_maps:
+        box = (64, m.box_rows, 1, 1)
+        handle = ptxrun.TensorMap(m.dtype, m.data_ptr, m.sizes, m.strides, box, "128B").handle
+        params[m.params_offset : m.params_offset + len(handle)] = handle
+    return bytes(params)
 
 
 def _disjoint(buffers):

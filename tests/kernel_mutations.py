@@ -9,9 +9,12 @@ guards against something that the cases do not show. Runs in ptxrun, some second
 import argparse
 import ctypes
 import itertools
+import os
+import re
 from typing import NamedTuple
 
 import cuda_kernels
+import nvcc
 import oracle
 import ptxrun
 import torch
@@ -81,7 +84,12 @@ def mutations(kernel, cases, arch="sm_80"):
         if line in recorder.unexecuted:
             outcome = "not executed"
         else:
-            outcome = _outcome(kernel, ptxrun.Module(mutate.without(text, line)), cases, arch, earlier)
+            without = mutate.without(text, line)
+            outcome = _outcome(kernel, ptxrun.Module(without), cases, arch, earlier)
+            if outcome == "not noticed" and instruction.startswith("wgmma.fence"):
+                # ptxrun has no order of registers; the assembler has, and then waits after each product.
+                serialised = re.search(r"C75\d\d.*", nvcc.ptxas_says(without, "sm_90a"))
+                outcome = f"ptxas: {serialised[0]}" if serialised else outcome
         file, at, source = place(origin, line)
         yield Mutation(line, instruction, f"{file}:{at}: {source}", outcome)
 
@@ -112,6 +120,8 @@ def _run(kernel, module, cases, arch, earlier):
 
         # Few multiprocessors: decoding is split into pieces of several tiles.
         options = {"multiprocessors": 8, "modules": modules, "allow_tf32": "tf32" in kernel}
+        if "_sm90_" in kernel:  # one block, which then has several tiles; stmatrix orders no memory
+            options |= {"multiprocessors": 1, "collectives_order": False}
         on = cuda_kernels.tangents_on if "_jvp_" in kernel else cuda_kernels.attention_on
         case(on("ptxrun", arch, **options))
 
@@ -119,10 +129,10 @@ def _run(kernel, module, cases, arch, earlier):
         run(number, case)
 
 
-def cases_of(dtype, sizes, *, direction, full, tf32=False):
+def cases_of(dtype, sizes, *, direction, full, tf32=False, more=()):
     """Problems of several tiles in both directions, ragged, in and outside a band, and without a query.
 
-    sizes: (B, Nq, Nk, D, Dv); direction: that of launch_plan.
+    sizes: (B, Nq, Nk, D, Dv); direction: that of launch_plan; more: options of further cases.
     """
     batch, len_q, len_k, dim, dim_v = sizes
     given = oracle.qkv(batch, 2, len_q, len_k, dim, dim_v, heads_kv=1, dtype=dtype)
@@ -131,6 +141,7 @@ def cases_of(dtype, sizes, *, direction, full, tf32=False):
         {},
         {"window": (len_k // 4, 0), "query_lengths": [some] * batch},
         {"causal": True, "key_lengths": [len_k - 43] * batch},
+        *more,
     ]
     if full:
         bias = oracle.randn(1, 1, len_q, len_k, dtype=dtype)  # broadcast over heads, then over queries too
@@ -155,15 +166,47 @@ def cases_of(dtype, sizes, *, direction, full, tf32=False):
     return [case(o) for o in options]
 
 
+def hopper_backward_cases(dtype, dim, of_keys):
+    """For the Hopper dK/dV kernel (`of_keys`) or dQ kernel: five tiles or more in its stream of three stages.
+
+    Lengths or a band end inside the last tile, inside the first, and nowhere. What nobody sees is infinite or
+    NaN.
+    """
+
+    def case(len_q, len_k, unseen_q=slice(0), unseen_k=slice(0), **options):
+        q, k, v = oracle.qkv(1, 2, len_q, len_k, dim, heads_kv=1, dtype=dtype)
+        q[:, :, unseen_q], k[:, :, unseen_k] = float("inf"), float("nan")
+        if "key_lengths" in options:
+            v[:, :, unseen_k] = float("nan")
+        return lambda call: oracle.check(q, k, v, call=call, **options)
+
+    len_q, len_k = (290, 150) if of_keys else (150, 600)
+    ends = {"query_lengths": [len_q - 30], "key_lengths": [len_k - 43]}
+    lengths = case(len_q, len_k, slice(len_q - 30, None), slice(len_k - 43, None), **ends)
+    if of_keys:  # query 140 is the first to see a key
+        return [lengths, case(290, 150, unseen_q=slice(140), causal=True), case(192, 150)]
+    # Query 0 stands at key 450.
+    return [lengths, case(150, 600, unseen_k=slice(300), window=(150, None)), case(150, 384)]
+
+
 def cases_for(kernel):
     """Cases that launch a kernel, by its name."""
     words = kernel.split("_")
     dtype = next(DTYPES[w] for w in words if w in DTYPES)
     tf32 = "tf32" in words
     dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), 40)
-    sizes = 1, 150, 333, dim, dim
+    sizes, more = (1, 150, 333, dim, dim), ()
+    if "sm90" in words and "bwd" in words:
+        return hopper_backward_cases(dtype, dim, "dkdv" in words)
     if "decode" in words:
         sizes = 1, 3, 1100, dim, dim
+    elif "sm90" in words:  # five tiles of keys: each loop goes round its ring of two stages
+        sizes = 1, 150, {64: 600, 192: 525, 256: 375}.get(dim, 830), dim, dim
+        # Rows of a warpgroup that do not exist; two tiles of keys, as the ring has stages, so that the next
+        # rows' meet them. A window that hides nothing chooses the kernel for bands.
+        band = {"window": (999, 999)} if "banded" in words else {}
+        two_tiles = {64: 200, 192: 200, 256: 150}.get(dim, 200 if band else 300)
+        more = [{**band, "query_lengths": [60]}, {**band, "key_lengths": [two_tiles]}]
     elif "simt" in words or tf32:
         # Under the window the first queries see nothing of the last tile of keys: dK and dV mark such rows.
         sizes = 1, 70, 115, dim, dim
@@ -173,7 +216,7 @@ def cases_for(kernel):
         sizes = 2, 40, 70, dim, dim  # two batch elements with slopes of their own: one sum after another
     full = not {"full", "bias", "sums", "simt", "tf32"}.isdisjoint(words)
     direction = {"bwd": "backward", "jvp": "jvp"}.get(words[1], "forward")
-    return cases_of(dtype, sizes, direction=direction, full=full, tf32=tf32)
+    return cases_of(dtype, sizes, direction=direction, full=full, tf32=tf32, more=more)
 
 
 def main():
@@ -181,8 +224,9 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kernel", nargs="+")
-    parser.add_argument("--arch", default="sm_80")
+    parser.add_argument("--arch", default="sm_80", help="sm_90 for kernels with sm90 in their names")
     arguments = parser.parse_args()
+    os.environ["ATTN_EXT_KERNELS"] = "sm90" if arguments.arch == "sm_90" else ""
     found = itertools.chain.from_iterable(
         mutations(kernel, cases_for(kernel), arguments.arch) for kernel in arguments.kernel
     )

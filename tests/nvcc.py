@@ -51,6 +51,16 @@ def ptx_of_file(path, arch="sm_80", flags=()):
     return _emit(_hash(text), path, arch, ("-I", str(CSRC), *flags))
 
 
+def ptxas_says(text, arch):
+    """What the assembler prints about PTX."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(text)
+        command = [compiler()[0], "-cubin", f"-arch={arch}", "-o", source.with_suffix(".cubin"), source]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+
 def included(path):
     """The file and every file of csrc/ that it includes, directly or not."""
     found, todo = {}, [Path(path).resolve()]

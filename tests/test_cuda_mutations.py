@@ -26,6 +26,8 @@ KERNELS = [
         for what in ("fwd", "bwd_dkdv", "bwd_dq", "bwd_bias", "jvp")
     ),
     *(f"attn_bwd_sums_{dtype}" for dtype in ("f32", "f64")),
+    *(f"attn_fwd_sm90_f16_d{kind}" for kind in ("64", "96", "128", "128_banded", "192", "256")),
+    *(f"attn_bwd_{what}_sm90_f16_d{dim}" for what in ("dkdv", "dq") for dim in (64, 96, 128)),
 ]
 # Without -m slow: the forward, both loops of the backward, forward mode, decoding, and the two-stage ring of
 # simt/.
@@ -38,12 +40,17 @@ QUICK = {
     "attn_decode_combine_f16",
     "attn_fwd_simt_f32",
     "attn_bwd_sums_f32",
+    "attn_fwd_sm90_f16_d64",
 }
 REDUNDANT = {  # regular expression on "kernel: Mutation": why it may go unnoticed
     r"_simt_f16: .*cp\.async\.(commit|wait)_group": "halves become floats in registers: of all copies only "
     "those of the backward's row terms are asynchronous. The source is float32's, which needs each",
     r"_jvp_tf32_.*bar\.warp\.sync.*\(jvp\.cuh:.* the tile": "in TF32 a thread reads only its own numbers "
     "of the tile. The source is float32's, where it reads whole rows",
+    r"_sm90_.*fence\.mbarrier_init": "in ptxrun copies see an mbarrier as soon as it is initialised; the "
+    "PTX ISA promises that after this fence",
+    r"_sm90_.*fence\.proxy\.async": "the one before the next Q is copied: in ptxrun a copy may overwrite "
+    "what its mbarrier orders; the PTX ISA wants a fence between ordinary and asynchronous accesses",
 }
 
 
@@ -51,8 +58,11 @@ REDUNDANT = {  # regular expression on "kernel: Mutation": why it may go unnotic
 @pytest.mark.parametrize(
     "kernel", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KERNELS]
 )
-def test_every_synchronisation_is_needed(kernel):
+def test_every_synchronisation_is_needed(kernel, monkeypatch):
     arch = "sm_86" if kernel.endswith("_compact") else "sm_80"  # compact: where a block gets 99 KiB
+    if "_sm90_" in kernel:
+        arch = "sm_90"
+        monkeypatch.setenv("ATTN_EXT_KERNELS", "sm90")
     found = list(kernel_mutations.mutations(kernel, kernel_mutations.cases_for(kernel), arch))
     missed = [f"{kernel}: {m}" for m in found if m.outcome in ("not noticed", "not executed")]
     assert found, f"{kernel} has no synchronisation at all"

@@ -3,6 +3,7 @@
 import subprocess
 
 import nvcc
+import ptxrun
 import pytest
 import torch
 
@@ -25,14 +26,34 @@ current: 0
 """
 
 
+def output_of(name, directory):
+    """What a program of tests/cpp prints that is the launcher with a CUDA runtime of its own."""
+    program = directory / name
+    sources = [nvcc.CSRC / "cuda" / file for file in ("launch.cu", "tensor_map.cu")]
+    sources.append(nvcc.ROOT / "tests" / "cpp" / f"{name}.cpp")
+    command = [nvcc.compiler()[0], "-x", "c++", "-std=c++17", "-cudart", "none", "-I", nvcc.CSRC]
+    subprocess.run([*command, "-o", program, *sources], check=True, capture_output=True, timeout=120)
+    return subprocess.check_output(program, text=True, timeout=60)
+
+
 @nvcc.needed
 def test_a_plan_runs_on_the_device_of_its_tensors(tmp_path):
     # flashinfer#452, #924, flash-attention#1793; pytorch#142228: an error of a launch that nobody asked for
-    program = tmp_path / "launch_on_devices"
-    sources = (nvcc.CSRC / "cuda" / "launch.cu", nvcc.ROOT / "tests" / "cpp" / "launch_on_devices.cpp")
-    command = [nvcc.compiler()[0], "-x", "c++", "-std=c++17", "-cudart", "none", "-I", nvcc.CSRC]
-    subprocess.run([*command, "-o", program, *sources], check=True, capture_output=True, timeout=120)
-    assert subprocess.check_output(program, text=True, timeout=60) == EXPECTED
+    assert output_of("launch_on_devices", tmp_path) == EXPECTED
+
+
+@nvcc.needed
+def test_tensor_maps_are_encoded_at_launch_and_old_drivers_are_told_apart(tmp_path):
+    old_driver, params, refused, not_built = output_of("launch_tensor_maps", tmp_path).splitlines()
+    assert "no cuTensorMapEncodeTiled" in old_driver
+    assert "ATTN_EXT_KERNELS" in old_driver
+    params = bytes.fromhex(params)
+    box = (64, 176, 1, 1)  # columns, rows, head, batch
+    wanted = ptxrun.TensorMap("bf16", 0x1000, (59, 48, 2, 3), (256, 128, 12288), box, "128B")
+    assert (params[:8], params[-8:]) == (b"p" * 8, b"p" * 8)
+    assert params[8:-8] == wanted.handle
+    assert "refuses a tensor (CUresult 1)" in refused
+    assert "attn_fwd_sm90_f16_d64: rebuild with 9.0a in TORCH_CUDA_ARCH_LIST" in not_built
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(attn_ext.__file__).parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 import attn_ext_build  # noqa: E402
-from attn_ext_build import find_cuda, find_torch, jobs, sources  # noqa: E402
+from attn_ext_build import architectures, find_cuda, find_torch, jobs, sources  # noqa: E402
 
 
 def run_python(code: str, cwd: Path, path: Path = PACKAGE.parent, **env: str) -> subprocess.CompletedProcess:
@@ -299,6 +299,20 @@ def test_cuda_can_be_refused(tmp_path):
 
 
 # Jobs
+
+
+@pytest.mark.parametrize(
+    ("wish", "most_files", "hopper"),
+    [
+        (architectures.DEFAULT, "8.0;9.0+PTX", True),
+        ("9.0a", "9.0", True),
+        ("9.0 9.0a", "9.0", True),
+        ("8.0 8.6;9.0", "8.0;8.6;9.0", False),
+        ("Hopper;10.0a", "Hopper;10.0a", False),
+    ],
+)
+def test_only_the_kernels_for_hopper_are_compiled_for_its_special_features(wish, most_files, hopper):
+    assert architectures.split(wish) == (most_files, hopper)
 
 
 def test_default_jobs_are_bounded_by_memory_and_cores(monkeypatch):

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from .disassembly import Function, ToolError, disassemble, parse, run_tool
-from .gpus import GPU
+from .gpus import GPU, HOPPER
 from .kernel import Kernel, Resources, read_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +32,17 @@ class Launch:
     dynamic_shared_bytes: int
 
 
+def target(source: Path, gpu: GPU) -> tuple[GPU, str]:
+    """(GPU, architecture) that a file is built for: what is for Hopper alone is built for that."""
+    return (HOPPER, "sm_90a") if "_sm90_" in source.stem else (gpu, gpu.arch)
+
+
 def sources(only: str = "") -> list[Path]:
     return [path for path in sorted(INSTANTIATIONS.glob("*.cu")) if re.search(only, path.stem)]
 
 
 def build(source: Path, arch: str, cache: Path = CACHE, include: Path = ROOT / "csrc") -> Path:
-    """The cubin of a source file. Raises ToolError with nvcc's message."""
+    """The cubin of a source file. Raises ToolError with nvcc's message, or if wgmmas wait for each other."""
     key = content_key(source, arch, include)
     cubin = cache / arch / f"{source.stem}-{key}.cubin"
     if not cubin.exists():
@@ -46,7 +51,9 @@ def build(source: Path, arch: str, cache: Path = CACHE, include: Path = ROOT / "
             old.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:  # another process may build the same
             made = Path(folder) / "made.cubin"
-            run_tool("nvcc", "-cubin", f"-arch={arch}", *FLAGS, "-I", include, "-o", made, source)
+            command = ("-cubin", f"-arch={arch}", *FLAGS, "-I", include, "-o", made, source)
+            if waits := re.search(r"\(C75\d\d\).*", run_tool("nvcc", *command).stderr):
+                raise ToolError(f"ptxas waits after each wgmma: {waits[0]}")
             made.rename(cubin)
     return cubin
 
@@ -117,11 +124,12 @@ def read(cubin: Path, gpu: GPU, launches: dict[str, Launch]) -> list[Kernel]:
 
 def read_source(source: Path, gpu: GPU, launches: dict[str, Launch], extracted: Path | None) -> list[Kernel]:
     """Every kernel of a source file: of its cubin in `extracted`, or compiled where that is None."""
+    gpu, arch = target(source, gpu)
     if extracted is None:
-        return read(build(source, gpu.arch), gpu, launches)
-    cubin = extracted / f"{source.stem}.{gpu.arch}.cubin"
+        return read(build(source, arch), gpu, launches)
+    cubin = extracted / f"{source.stem}.{arch}.cubin"
     if not cubin.exists():
-        raise ToolError(f"not in the installed attn_ext for {gpu.arch}")
+        raise ToolError(f"not in the installed attn_ext for {arch}")
     return read(cubin, gpu, launches)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import re
 
 from .disassembly import Instruction
@@ -28,14 +29,25 @@ LOCAL_MEMORY = {"LDL", "STL"}
 LATENCY = collections.defaultdict(
     lambda: 20,
     LDSM=33, LDS=30, STSM=30, LDG=400, LD=400, LDL=40, LDC=40, ULDC=40, SHFL=25, S2R=30, S2UR=30,
-    ATOM=600, ATOMG=600, ATOMS=60, R2UR=12, VOTEU=12, REDUX=30,
+    ATOM=600, ATOMG=600, ATOMS=60, R2UR=12, VOTEU=12, REDUX=30, SYNCS=30,
 )  # fmt: skip
 OPERANDS_READ = 12  # cycles until an instruction has read its registers
 COPY_ARRIVES = 500  # cp.async group, from commit to arrival: an L2 hit under load
 
 
+WGMMA_ARRIVES = 30  # from the end of a group's last product until its registers can be read
+
+
+def wgmma_shape(instruction: Instruction) -> tuple[int, int, int] | None:
+    """M, N, K of a product of a warpgroup: HGMMA.64x128x16."""
+    shape = re.search(r"\.(\d+)x(\d+)x(\d+)", instruction.opcode) if instruction.name == "HGMMA" else None
+    return tuple(map(int, shape.groups())) if shape else None
+
+
 def tensor_units(instruction: Instruction) -> float:
     """Tensor-core time, in units of one f16 m16n8k16. TF32 runs at half the rate of f16."""
+    if shape := wgmma_shape(instruction):
+        return math.prod(shape) / 4 / TENSOR_UNIT  # each of the four warps has a quarter of the rows
     if instruction.name != "HMMA":
         return 0.0
     fma = next((TENSOR_SHAPES[p] for p in instruction.opcode.split(".") if p in TENSOR_SHAPES), TENSOR_UNIT)
@@ -51,6 +63,12 @@ def shared_wavefronts(instruction: Instruction) -> float:
     """Cycles in which the SM's shared memory moves 128 bytes for this access, without bank conflicts."""
     if not instruction.runs:
         return 0.0
+    if shape := wgmma_shape(
+        instruction
+    ):  # B once for the four warps; A, the second operand, if not in registers
+        rows, columns, k = shape
+        a_in_registers = re.match(r"[^,]*,\s*R\d", instruction.operands)
+        return (columns + (0 if a_in_registers else rows)) * k * 2 / 128 / 4
     if instruction.name in ("LDSM", "STSM"):
         count = re.search(r"\.([124])(?:\.|$)", instruction.opcode)
         return float(count[1]) if count else 1.0
@@ -104,13 +122,14 @@ def tally(instructions: list[Instruction]) -> Costs:
 def replay(trip: list[Instruction], gpu: GPU) -> float:
     """Cycles one warp alone needs for a trip in steady state, when results take LATENCY to arrive.
 
-    Follows the compiler's scoreboards (who sets which, who waits for which), groups of asynchronous copies,
-    and the tensor core's pace. One warp has the multiprocessor to itself; barriers are free. The stall counts
-    alone cannot show a load that nothing hides: this does.
+    Follows the compiler's scoreboards (who sets which, who waits for which), groups of asynchronous copies
+    and of wgmma, and the tensor core's pace. One warp has the multiprocessor to itself; barriers are free.
+    The stall counts alone cannot show a load that nothing hides: this does.
     """
     now, tensor_free = 0.0, 0.0
     boards = [0.0] * 6  # when each scoreboard is released
     copies: list[float] = []  # when each committed group has arrived
+    products: list[float] = []  # the same of wgmma's
     starts = []
     for _ in range(4):  # three trips to settle, the fourth counts
         starts.append(now)
@@ -121,6 +140,13 @@ def replay(trip: list[Instruction], gpu: GPU) -> float:
                 now = max([now, *arrived])
             elif i.name == "LDGDEPBAR":
                 copies.append(now + COPY_ARRIVES)
+            elif i.name == "WARPGROUP" and (groups := re.search(r"\bgsb0\s*,\s*0x([0-9a-f]+)", i.operands)):
+                arrived, products = _split(products, int(groups[1], 16))
+                now = max([now, *arrived])
+            elif wgmma_shape(i):  # it does not hold up the warp
+                tensor_free = max(now, tensor_free) + tensor_units(i) * gpu.tensor_cycles
+                if "gsb0" in i.operands:  # the last of its group
+                    products.append(tensor_free + WGMMA_ARRIVES)
             elif units := tensor_units(i):
                 now = max(now, tensor_free)
                 tensor_free = now + units * gpu.tensor_cycles

@@ -9,16 +9,23 @@ from pathlib import Path
 from .kernel import Kernel, units_per_product
 
 # No kernel may have a fault, except where this says why it may: (pattern of kernel names, rule, reason).
-ACCEPTED: tuple[tuple[str, str, str], ...] = ()
+ACCEPTED: tuple[tuple[str, str, str], ...] = (
+    (
+        "attn_fwd_sm90_.*",
+        "not analysed",
+        "the stores of finished rows, in the loop over tiles of rows; that over keys reads by wgmma alone",
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Our kernels' cycles for each (query, key) pair, summed over `kernels`, over FlashAttention-2's."""
+    """Our kernels' cycles for each (query, key) pair, summed over `kernels`, over FlashAttention's."""
 
     kernels: tuple[str, ...]
-    baseline: str  # FA2's kernel of the same ability: lengths that need not be multiples of its tile
+    baseline: str  # a kernel of the same ability: lengths that need not be multiples of its tile
     most: float
+    most_latency: float | None = None  # for the replay, where it is another one
 
 
 # FA2's backward is one kernel with five products; ours recomputes S and dP in two kernels, seven products in
@@ -39,6 +46,18 @@ LIMITS = tuple(
     )
     for dtype in ("f16", "bf16")
     for mask in ("full", "causal")
+) + tuple(
+    # Hopper beside FlashAttention-3: a prototype needed 0.92 to 0.96, and 0.84 to 0.91 with latencies.
+    Limit((f"attn_fwd_sm90_{dtype}_{kernel}",), f"fa3-fwd-{baseline}", 1.00, 0.92)
+    for dtype in ("f16", "bf16")
+    for kernel, baseline in (
+        ("d64", "d64-full"),
+        ("d64", "d64-causal"),
+        ("d128", "d128-full"),
+        ("d128_banded", "d128-causal"),
+        ("d256", "d256-full"),
+        ("d256", "d256-causal"),
+    )
 )
 
 
@@ -46,7 +65,8 @@ LIMITS = tuple(
 def baselines() -> dict[str, dict]:
     """FlashAttention-2's kernels as bundled with torch 2.14.1 (CUDA 13.0), read with these very modules.
 
-    Cycles and instructions of one trip of a warp round the main loop; the f16 and bf16 builds have the same.
+    And FlashAttention-3's for Hopper, of its build with CUDA 12.9. Cycles and instructions of one trip of a
+    warp round the main loop; the f16 and bf16 builds have the same.
     """
     return json.loads(Path(__file__).with_name("baselines.json").read_text())
 
@@ -78,7 +98,7 @@ def faults(kernel: Kernel) -> list[tuple[str, str]]:
 class Comparison:
     limit: Limit
     metric: str  # "cycles": the compiler's stall counts. "latency": the replay
-    per_unit: tuple[float, float]  # ours and FA2's, for each HMMA
+    per_unit: tuple[float, float]  # ours and FlashAttention's, for each HMMA
     per_tile: tuple[float, float]  # for 16 queries x 8 keys
 
     @property
@@ -91,7 +111,12 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        return self.ratio <= self.limit.most
+        return self.ratio <= self.most
+
+    @property
+    def most(self) -> float:
+        latency = self.limit.most_latency if self.metric == "latency" else None
+        return latency or self.limit.most
 
 
 def compare(limit: Limit, kernels: dict[str, Kernel]) -> list[Comparison]:

@@ -1,7 +1,9 @@
 """Block size and dynamic shared memory of every kernel, as attn_ext's launch planner says."""
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 from .build import Launch
 from .gpus import GPUS
@@ -23,7 +25,20 @@ def planned(arch: str) -> tuple[dict[str, Launch], str]:
     for each in dict.fromkeys((arch, *(gpu.arch for gpu in GPUS.values()))):
         for name, launch in _launches(launch_plan, each, problems).items():
             found.setdefault(name, launch)
+    with _environment(ATTN_EXT_KERNELS="sm90"):
+        found |= {n: x for n, x in _launches(launch_plan, "sm_90", problems).items() if "_sm90_" in n}
     return found, " ".join(f"launch_plan refuses: {text}" for text in sorted(problems))
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _launches(launch_plan: Callable, arch: str, problems: set[str]) -> dict[str, Launch]:
@@ -34,9 +49,9 @@ def _launches(launch_plan: Callable, arch: str, problems: set[str]) -> dict[str,
     types = {"float16": HEAD_DIMS, "bfloat16": HEAD_DIMS, "float32": HEAD_DIMS, "float64": (64,)}
     for name, head_dims in types.items():
         for d, (heads, queries, keys) in itertools.product(head_dims, (prefill, decode)):
-            # expand(): strides of 0, so that these take no memory.
+            # Never written, so that these take no memory. No expand(): TMA takes no strides of 0.
             dtype = getattr(torch, name)
-            q, k = (torch.zeros(1, 1, n, d, dtype=dtype).expand(1, heads, n, d) for n in (queries, keys))
+            q, k = (torch.empty(1, heads, n, d, dtype=dtype) for n in (queries, keys))
             every_term = {
                 "bias": torch.zeros(1, 1, 1, 1, dtype=dtype),
                 "alibi_slopes": torch.zeros(heads),
@@ -50,7 +65,9 @@ def _launches(launch_plan: Callable, arch: str, problems: set[str]) -> dict[str,
                 {"direction": "jvp", **saved},
             )
             tf32 = (False, True) if name == "float32" else (False,)
-            for terms, io, allow_tf32 in itertools.product(({}, every_term), directions, tf32):
+            for terms, io, allow_tf32 in itertools.product(
+                ({}, {"causal": True}, every_term), directions, tf32
+            ):
                 options = {"arch": arch, "allow_tf32": allow_tf32, **io, **terms}
                 try:
                     plan = launch_plan(q, k, k, **options)

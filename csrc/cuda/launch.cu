@@ -62,7 +62,12 @@ const void* find_kernel(const std::string& name) {
     return map;
   }();
   const auto found = table->find(name);
-  if (found == table->end()) throw std::runtime_error("attn_ext: this build has no kernel " + name);
+  if (found == table->end()) {
+    const bool hopper = name.find("_sm90_") != std::string::npos;
+    throw std::runtime_error(
+        "attn_ext: this build has no kernel " + name +
+        (hopper ? ": rebuild with 9.0a in TORCH_CUDA_ARCH_LIST, or unset ATTN_EXT_KERNELS" : ""));
+  }
   return found->second;
 }
 
@@ -127,7 +132,9 @@ void launch(const Plan& plan, int index) {
   for (const Launch& step : plan) {
     const void* function = find_kernel(step.kernel);
     allow_shared_memory(function, step, index);
-    void* arguments[] = {const_cast<char*>(step.params.data())};
+    std::vector<char> encoded;
+    if (!step.tensor_maps.empty()) encoded = params_with_tensor_maps(step);
+    void* arguments[] = {encoded.empty() ? const_cast<char*>(step.params.data()) : encoded.data()};
     const cudaError_t error =
         cudaLaunchKernel(function, dim3(uint32_t(step.grid)), dim3(uint32_t(step.block)), arguments,
                          size_t(step.shared_bytes), stream);

@@ -9,6 +9,8 @@
 #include "sm80/decode_sizes.h"
 #include "sm80/jvp_sizes.h"
 #include "sm80/tile_sizes.h"
+#include "sm90/backward_plan.h"
+#include "sm90/forward_plan.h"
 
 namespace attn_ext::cuda {
 namespace {
@@ -60,10 +62,29 @@ Launch make_launch(std::string kernel, int64_t grid, int block, int shared_bytes
     throw std::invalid_argument("attn_ext: " + kernel + " would need " + std::to_string(grid) +
                                 " blocks, CUDA launches up to " + std::to_string(kMaxGrid));
   }
-  Launch launch{std::move(kernel), grid, block, shared_bytes, {}};
+  Launch launch{std::move(kernel), grid, block, shared_bytes, {}, {}};
   launch.params.resize(sizeof(Params));
   std::memcpy(launch.params.data(), &params, sizeof(Params));
   return launch;
+}
+
+// The Hopper forward, or an empty plan where the sm_80 kernels take the problem.
+Plan plan_sm90_forward(const AttentionParams& p, const ForwardOutput& output, const Target& target) {
+  if (!target.sm90_kernels || target.architecture != 90 || forward_needs_full(p)) return {};
+  const sm90::ForwardPlan plan(p, output);
+  if (!plan.possible(target.multiprocessors)) return {};
+  const std::string kernel = "attn_fwd_sm90_" + type_name(p.q.dtype) + "_d" + std::to_string(plan.head_dim) +
+                             (plan.variant == sm90::ForwardVariant::kBanded ? "_banded" : "");
+  Launch launch = make_launch(kernel, std::min<int64_t>(plan.tiles, target.multiprocessors),
+                              plan.tile.threads(), plan.tile.shared_bytes(), plan.params);
+  launch.tensor_maps = plan.maps;
+  return {launch};
+}
+
+// Whether the Hopper kernels compute dQ, dK and dV; else those of sm_80 do.
+bool takes_sm90_backward(const AttentionParams& p, const BackwardIO& io, const Target& target) {
+  return target.sm90_kernels && target.architecture == 90 && is_half(p.q.dtype) && !backward_needs_full(p) &&
+         sm90::backward_possible(p, io);
 }
 
 std::string tensor_core_kernel(const std::string& family, const AttentionParams& p, const char* variant) {
@@ -130,12 +151,13 @@ Plan plan_decode(const AttentionParams& p, ForwardParams params, void* workspace
 struct BackwardWorkspace {
   int64_t bytes = 0, row_stride = 0;
 
-  BackwardWorkspace(const AttentionParams& p, const BackwardIO& io) {
+  BackwardWorkspace(const AttentionParams& p, const BackwardIO& io, const Target& target) {
     const int64_t heads = p.batch * p.heads_q, size = p.q.dtype == DType::kFloat64 ? 8 : 4;
     const int head_dim = bucket(p);
     const bool full = backward_needs_full(p);
     if (head_dim != 0) {
-      row_stride = backward_row_stride(p);
+      row_stride = takes_sm90_backward(p, io, target) ? sm90::backward_row_stride(p, sm90::backward_bucket(p))
+                                                      : backward_row_stride(p);
       term_size_ = row_term_size(full);
       terms_ = take(4 * heads * row_stride * term_size_);
     }
@@ -292,24 +314,25 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutput& output, void* w
     return {make_launch(any_dim_kernel("attn_fwd", p), simt::forward_blocks(p, sizes), simt::kThreads,
                         sizes.forward_bytes, params)};
   }
+  if (Plan plan = plan_sm90_forward(p, output, target); !plan.empty()) return plan;
   const ForwardVariant variant = forward_variant(p, target);
   const ForwardTile tile = forward_tile(bucket(p), variant);
   return {make_launch(tensor_core_kernel("attn_fwd", p, suffix(variant)), forward_blocks(p, tile),
                       tile.threads(), tile.shared_bytes(), params)};
 }
 
-int64_t backward_workspace_bytes(const AttentionParams& p, const BackwardIO& io, const Target&) {
-  return BackwardWorkspace(p, io).bytes;
+int64_t backward_workspace_bytes(const AttentionParams& p, const BackwardIO& io, const Target& target) {
+  return BackwardWorkspace(p, io, target).bytes;
 }
 
-Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspace, const Target&) {
+Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspace, const Target& target) {
   check_sizes(p);
   const int head_dim = bucket(p);
   const bool full = backward_needs_full(p);
   const std::string type = type_name(p.q.dtype), sum_type = p.q.dtype == DType::kFloat64 ? "f64" : "f32";
   const simt::Sizes sizes = simt::sizes(p);
 
-  const BackwardWorkspace layout(p, io);
+  const BackwardWorkspace layout(p, io, target);
   BackwardParams params;
   params.problem = p;
   params.io = io;
@@ -337,7 +360,16 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
 
   add("attn_bwd_rows_" + (simt::in_tf32(p) ? "tf32" : type),
       rows_blocks(p, head_dim != 0 ? layout.row_stride : p.len_q), kBackwardRowThreads, 0);
-  if (head_dim != 0) {
+  if (takes_sm90_backward(p, io, target)) {
+    const auto add_sm90 = [&](const std::string& family, sm90::BackwardLaunch sizes) {
+      plan.push_back(make_launch(family + "_sm90_" + type + "_d" + std::to_string(sm90::backward_bucket(p)),
+                                 sizes.grid, sm90::kBackwardThreads, sizes.shared_bytes,
+                                 sm90::BackwardParams{{}, {}, {}, {}, params}));
+      plan.back().tensor_maps = std::move(sizes.maps);
+    };
+    if (wants_keys) add_sm90("attn_bwd_dkdv", sm90::dkdv_launch(p, io));
+    if (wants_queries) add_sm90("attn_bwd_dq", sm90::dq_launch(p, io));
+  } else if (head_dim != 0) {
     const char* variant = full ? "_full" : "";
     if (wants_keys) {
       add(tensor_core_kernel("attn_bwd_dkdv", p, variant), dkdv_blocks(p, head_dim, full),

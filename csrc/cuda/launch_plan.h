@@ -6,20 +6,23 @@
 #include <vector>
 
 #include "kernel_params.h"
+#include "tensor_map.h"
 
 namespace attn_ext::cuda {
 
 struct Target {
   int architecture = 80;      // 10 * major + minor of the compute capability
   int multiprocessors = 108;  // of an A100
+  bool sm90_kernels = false;  // on Hopper, those of sm90/ for what they can do
 };
 
 struct Launch {
-  std::string kernel;        // as exported: attn_fwd_sm80_f16_d64
-  int64_t grid = 1;          // blocks along x; there is no y and z
-  int block = 128;           // threads
-  int shared_bytes = 0;      // dynamic shared memory of a block
-  std::vector<char> params;  // the kernel's one argument
+  std::string kernel;                       // as exported: attn_fwd_sm80_f16_d64
+  int64_t grid = 1;                         // blocks along x; there is no y and z
+  int block = 128;                          // threads
+  int shared_bytes = 0;                     // dynamic shared memory of a block
+  std::vector<char> params;                 // the kernel's one argument
+  std::vector<TensorMap> tensor_maps = {};  // to be encoded into copies of params
 };
 
 // Memory that the kernels of a plan may touch.

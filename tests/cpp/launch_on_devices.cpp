@@ -36,6 +36,11 @@ cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3, void**, size_t, cudaS
   return fails ? cudaErrorInvalidConfiguration : cudaSuccess;
 }
 
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void**, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult*) {
+  return cudaErrorNotSupported;  // no launch here has tensor maps
+}
+
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 8, cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "invalid configuration"; }

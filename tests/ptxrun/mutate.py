@@ -3,10 +3,11 @@
 import re
 
 SYNCHRONISATION = re.compile(
-    r"^\s*(?:@!?%\w+\s+)?("
+    r"^\s*(?:@!?%?\w+\s+)?("
     r"bar(?:\.warp)?\.(?:cta\.)?(?:sync|arrive|red)|barrier[.\w:]*|fence|membar"
     r"|cp\.async\.(?:bulk\.)?(?:commit_group|wait_group|wait_all)"
     r"|wgmma\.(?:fence|commit_group|wait_group)"
+    r"|mbarrier\.(?:init|arrive|try_wait)"
     r")[.\w:]*"
 )
 
@@ -21,7 +22,11 @@ def synchronisations(text, lines=None):
 
 
 def without(text, number):
-    """The PTX with that line emptied; the numbers of the others stay."""
+    """The PTX with that line emptied; the numbers of the others stay.
+
+    A wait for an mbarrier is a loop round a question: without it the answer is yes.
+    """
     lines = text.splitlines(keepends=True)
-    lines[number - 1] = "\n"
+    question = re.match(r"\s*mbarrier\.try_wait\S*\s+(%?\w+),", lines[number - 1])
+    lines[number - 1] = f"setp.eq.u32 {question[1]}, 0, 0;\n" if question else "\n"
     return "".join(lines)

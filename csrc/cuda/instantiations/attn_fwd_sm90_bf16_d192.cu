@@ -1,0 +1,3 @@
+#include "../sm90/forward_kernels.cuh"
+
+ATTN_SM90_FORWARD_KERNEL(attn_fwd_sm90_bf16_d192, bf16, 192, kWide)
