@@ -16,6 +16,8 @@ How it measures:
   tensor once. Prefill has 16384 tokens and 2048 features, whatever the length; "tf32" is float32 with torch's
   switch on.
 - The ratio is the time of torch's fastest back end over ours: above 1, attn_ext is faster.
+- On a Hopper GPU "attn_ext" has the kernels for sm_80, the default, and "sm90" those that
+  ATTN_EXT_KERNELS=sm90 chooses; the table's end says which should be the default.
 - Results are compared before they are timed: what differs is reported as WRONG and fails the check.
 
 Each part has its share of the time; what was not reached is listed. A kernel that hangs or crashes costs its

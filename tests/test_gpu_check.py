@@ -11,13 +11,20 @@ import gpu_check
 import pytest
 import torch
 from gpu import measure as gpu_measure
-from gpu.cases import PROVIDERS, Case, all_right, best_ratio, cases, render, row
+from gpu.cases import PROVIDERS, Case, all_right, best_ratio, cases, render, row, verdict
 from gpu.watch import run_tests, watch
 from other_python import IMPORT_FROM, run_python
 
 import attn_ext
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("ATTN_EXT_KERNELS", "sm80")  # measuring sets it: given back after each test
+
+
 SMALL = Case("prefill", "forward", "bfloat16", 1, 2, 2, 16, 16, 32, True)
 
 
@@ -50,7 +57,7 @@ def test_a_decode_step_is_judged_by_the_bytes_of_keys_and_values():
     result = {"milliseconds": {"attn_ext": 0.01, "flash": 0.02}, "skipped": {}, "wrong": ""}
     result |= best_ratio(result["milliseconds"])
     ours, flash = (f"{case.bytes / 1e6 / ms:.1f}" for ms in (0.01, 0.02))
-    assert row(case, result).split()[-7:] == [ours, flash, "-", "-", "-", "2.00", "flash"]
+    assert row(case, result).split()[-8:] == [ours, "-", flash, "-", "-", "-", "2.00", "flash"]
 
 
 @pytest.mark.parametrize("section", ["float32", "tf32"])
@@ -108,6 +115,27 @@ def test_the_table_shows_rates_ratios_and_what_went_wrong():
     assert all_right(report([ours_faster, alone]))
     assert not all_right(report([ours_faster], tests_passed=False))
     assert not all_right(report([wrong]))
+
+
+def test_which_kernels_should_be_the_default_on_hopper():
+    backward = SMALL._replace(direction="backward")
+    results = [
+        result(attn_ext=2.0, sm90=1.0, flash=3.0),
+        result(SMALL._replace(keys=32), attn_ext=8.0, sm90=1.0),
+        result(SMALL._replace(keys=64), "out is 1 off sm90's", attn_ext=9.0, sm90=1.0),
+        result(backward, attn_ext=1.0, sm90=2.0, cudnn=0.5),
+        result(SMALL._replace(section="decode"), attn_ext=1.0),
+    ]
+    assert results[0]["ratio"] == 1.5  # ours is not torch's best
+    backwards, forwards = verdict(results)
+    assert (
+        " ".join(forwards.split()) == "prefill forward D32 causal 4.00 the default should be sm90 (2 cases)"
+    )
+    assert (
+        " ".join(backwards.split()) == "prefill backward D32 causal 0.50 the default should be sm80 (1 cases)"
+    )
+    assert forwards in render(report(results))
+    assert verdict([result(attn_ext=1.0)]) == []
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

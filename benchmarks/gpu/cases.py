@@ -11,7 +11,9 @@ BACKENDS = {  # torch's, by the name in torch.nn.attention.SDPBackend
     "efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
 }
-PROVIDERS = ("attn_ext", *BACKENDS)
+# Ours, and what ATTN_EXT_KERNELS chooses for them; on Hopper half types have kernels of their own.
+OURS = {"attn_ext": "sm80", "sm90": "sm90"}
+PROVIDERS = (*OURS, *BACKENDS)
 
 
 class Case(NamedTuple):
@@ -80,7 +82,7 @@ def cases(only: str = "") -> list[Case]:
 
 def best_ratio(milliseconds: dict[str, float]) -> dict:
     """{"best": torch's fastest back end, "ratio": its time over ours}, empty where one side is missing."""
-    theirs = {name: ms for name, ms in milliseconds.items() if name != "attn_ext"}
+    theirs = {name: ms for name, ms in milliseconds.items() if name not in OURS}
     if not theirs or "attn_ext" not in milliseconds:
         return {}
     best = min(theirs, key=theirs.__getitem__)
@@ -123,6 +125,22 @@ def summary(results: list[dict]) -> list[str]:
     ]
 
 
+def verdict(results: list[dict]) -> list[str]:
+    """Which kernels should be a Hopper GPU's default: geometric means of the default's time over sm90's."""
+    groups: dict[tuple, list[float]] = {}
+    for result in results:
+        case, ms = Case(*result["case"]), result.get("milliseconds", {})
+        if ms.keys() >= OURS.keys() and not result["wrong"]:
+            kind = (case.section, case.direction, f"D{case.head_dim}", "causal" if case.causal else "full")
+            groups.setdefault(kind, []).append(ms["attn_ext"] / ms["sm90"])
+    lines = []
+    for kind, ratios in sorted(groups.items()):
+        mean = statistics.geometric_mean(ratios)
+        better = "sm90" if mean > 1 else "sm80"
+        lines.append(f"{' '.join(kind):32} {mean:6.2f}  the default should be {better} ({len(ratios)} cases)")
+    return lines
+
+
 def render(report: dict) -> str:
     lines = [f"{name:12} {text}" for name, text in report["environment"].items()]
     lines += [f"{'tests':12} {report['tests']['says']}"]
@@ -134,6 +152,8 @@ def render(report: dict) -> str:
             lines += ["", f"{f'{section}, {unit}':61}    our ms    GB/s {titles}   ratio to", *rows]
     if means := summary(report["results"]):
         lines += ["", "torch's best time / ours, geometric means", *means]
+    if choices := verdict(report["results"]):
+        lines += ["", "time of the kernels for sm_80 / of those for Hopper, geometric means", *choices]
     if missing := report["not_reached"]:
         lines += ["", f"not reached in time: {len(missing)} cases", *missing]
     return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_ext
 
-from .cases import BACKENDS, PROVIDERS, Case, best_ratio
+from .cases import BACKENDS, OURS, PROVIDERS, Case, best_ratio
 
 MATH_PAIRS = 2048**2  # torch's unfused path holds (B, H, Nq, Nk): with 16k x 16k tens of GB
 SAMPLE_SECONDS = 0.1  # of measuring, for each provider and case
@@ -29,6 +30,9 @@ def measure(case: Case, device: str) -> dict:
     for name in PROVIDERS:
         if name == "math" and case.queries * case.keys > MATH_PAIRS:
             skipped[name] = "too long for a path that holds the Nq x Nk matrix"
+            continue
+        if name == "sm90" and not has_hopper_kernels(case, device):
+            skipped[name] = "for half types on Hopper, not for decoding"
             continue
         try:
             call = build(case, name, device)
@@ -47,6 +51,15 @@ def measure(case: Case, device: str) -> dict:
     return {"milliseconds": milliseconds, "skipped": skipped, "wrong": wrong, **best_ratio(milliseconds)}
 
 
+def has_hopper_kernels(case: Case, device: str) -> bool:
+    return (
+        case.dtype != "float32"
+        and case.section != "decode"
+        and device != "cpu"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
 def build(case: Case, provider: str, device: str) -> Callable[[], tuple[torch.Tensor, ...]]:
     """What to time; returns (out,) or (dq, dk, dv). Every provider gets the same numbers."""
     generator = torch.Generator(device).manual_seed(0)
@@ -58,7 +71,8 @@ def build(case: Case, provider: str, device: str) -> Callable[[], tuple[torch.Te
     q, k, v = (randn(*size) for size in ((case.heads, case.queries), *[(case.kv_heads, case.keys)] * 2))
 
     def forward() -> torch.Tensor:
-        if provider == "attn_ext":
+        if provider in OURS:
+            os.environ["ATTN_EXT_KERNELS"] = OURS[provider]
             return attn_ext.attention(q, k, v, causal=case.causal)
         with sdpa_kernel([getattr(SDPBackend, BACKENDS[provider])]):
             grouped = case.heads != case.kv_heads
@@ -67,8 +81,14 @@ def build(case: Case, provider: str, device: str) -> Callable[[], tuple[torch.Te
     if case.direction == "forward":
         return lambda: (forward(),)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    grad = randn(case.heads, case.queries)
-    return functools.partial(torch.autograd.grad, forward(), leaves, grad, retain_graph=True)
+    grad, out = randn(case.heads, case.queries), forward()
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        if provider in OURS:
+            os.environ["ATTN_EXT_KERNELS"] = OURS[provider]
+        return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    return backward
 
 
 def differences(case: Case, results: dict[str, tuple[torch.Tensor, ...]]) -> str:
