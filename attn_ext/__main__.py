@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from . import bench, doctor
+from . import _C, bench, doctor
 from ._info import report
 
 
@@ -18,6 +18,11 @@ def main() -> None:
         "float64 (exit status 1 if one is wrong); bench: ours beside torch's on the CPU; each under a minute",
     )
     command = parser.parse_args().command
+    if command != "info":
+        try:
+            _C.cpu_isa()
+        except RuntimeError as error:  # ATTN_EXT_CPU_ISA names what the machine cannot run
+            parser.exit(1, f"{parser.prog}: error: {error}\n")
     if command == "bench":
         bench.main()
     elif command == "doctor":

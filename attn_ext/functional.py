@@ -80,7 +80,8 @@ def attention(
 
     A query that sees no key gets out 0, LSE -inf (with sinks: its sink), weights 0 and gradients 0. What
     stands in a masked key does not matter. A masked value v counts with weight 0, so NaN there may give NaN
-    (the kernels skip tiles that causal, window or lengths hide as a whole); keep masked values finite.
+    (the kernels skip tiles that causal, window, lengths or a block mask hide as a whole); keep masked values
+    finite.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what it may be.

@@ -60,12 +60,22 @@ def _known(condition):
     return guard_or_false(condition)
 
 
+def _check_devices(q, *rest):
+    """For a CPU q beside a meta tensor torch calls what is below, and would return memory as it is."""
+    for t in rest:
+        if isinstance(t, torch.Tensor) and t.device != q.device:
+            raise RuntimeError(
+                f"attn_ext: all tensors must be on the device of q, {q.device}, got {t.device}"
+            )
+
+
 def _lse_dtype(q):
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 @torch.library.register_fake("attn_ext::attention_forward")
 def _(q, k, v, *options):
+    _check_devices(q, k, v, *options)
     b, hq, nq, _ = q.shape
     return (
         _empty_rows(q, v.shape[-1]),
@@ -80,6 +90,9 @@ def _(
     window_left=-1, window_right=-1, dropout_p=0.0, bias=None, float_mask=None, bool_mask=None,
     alibi_slopes=None, sinks=None, *rest,
 ):  # fmt: skip
+    _check_devices(
+        q, k, v, grad_out, grad_lse, out, lse_parts, bias, float_mask, bool_mask, alibi_slopes, sinks, *rest
+    )
     grads = []
     for bit, t in enumerate((q, k, v, bias, float_mask, alibi_slopes, sinks)):
         if not output_mask >> bit & 1:
@@ -93,5 +106,6 @@ def _(
 
 @torch.library.register_fake("attn_ext::attention_jvp")
 def _(q, k, v, out, lse_parts, *rest):
+    _check_devices(q, k, v, out, lse_parts, *rest)
     b, hq, nq, dv = out.shape
     return _empty_rows(q, dv), q.new_empty((b, hq, nq), dtype=_lse_dtype(q))

@@ -108,6 +108,11 @@ def visibility(
     if query_lengths is not None:
         visible = visible & (i < _column(query_lengths, device))
     if block_mask is not None:
+        if (block_mask.len_q, block_mask.len_k) != (of_queries, num_keys):
+            raise ValueError(
+                f"block_mask must be made for {of_queries} queries and {num_keys} keys, got one for "
+                f"{block_mask.len_q} and {block_mask.len_k}"
+            )
         visible = visible & block_mask.to_dense(first_query, num_queries)
     if mask is not None:
         visible = visible & (mask if mask.dtype == torch.bool else mask != -math.inf)

@@ -247,6 +247,21 @@ def test_composition_is_that_of_dense_masks(data):
     check(~x | x | y, torch.ones_like(a | b))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 70, 70), (2, 0, 70, 70), (0, 1, 0, 5)])
+def test_empty_dense_masks(shape):
+    assert BlockMask.from_dense(torch.ones(shape, dtype=torch.bool)).shape == shape
+
+
+def test_a_predicate_may_write_to_its_indices():
+    def of_group(b, h, q_idx, kv_idx):
+        h //= 2
+        return (h == 0) & (q_idx >= kv_idx)
+
+    mask = BlockMask.from_predicate(of_group, 100, 100, heads=4)
+    i, j = positions(100)
+    check(mask, (torch.arange(4) < 2)[None, :, None, None] & (i >= j))
+
+
 def test_rows_of_a_dense_mask():
     dense = random_mask(2, 3, 200, 130)
     mask = BlockMask.from_dense(dense)
@@ -281,6 +296,19 @@ def test_torch_load_and_save(tmp_path):
     mask = BlockMask.from_dense(dense)
     torch.save({"map": mask.map, "tiles": mask.tiles}, tmp_path / "mask.pt")
     check(BlockMask(**torch.load(tmp_path / "mask.pt", weights_only=True), len_q=70, len_k=200), dense)
+    torch.save(mask, tmp_path / "mask.pt")
+    check(torch.load(tmp_path / "mask.pt", weights_only=True), dense)
+
+
+def test_masks_made_in_inference_mode_serve_in_training():
+    with torch.inference_mode():
+        mask = masks.causal(70)
+    q = torch.randn(1, 1, 70, 8, generator=generator(), requires_grad=True)
+    grad, expected = (
+        torch.autograd.grad(attn_ext.attention(q, q, q, **rule).sin().sum(), q)[0]
+        for rule in ({"block_mask": mask}, {"mask": mask.to_dense()})
+    )
+    assert torch.equal(grad, expected)
 
 
 def test_devices():
@@ -354,6 +382,33 @@ def test_exported_modules_keep_their_mask():
     x = torch.zeros(3)
     exported = torch.export.export(Module(), (x,))
     torch.testing.assert_close(exported.module()(x), Module()(x))
+
+
+def test_exported_modules_take_masks(tmp_path):
+    class Module(torch.nn.Module):
+        def forward(self, x, mask):
+            return attn_ext.attention(x, x, x, block_mask=mask)
+
+    x = torch.randn(1, 2, 130, 8, generator=generator())
+    first, second = masks.causal(130), masks.longformer(130, 6, [70])
+    tiles = torch.export.Dim("tiles", min=2, max=1000)
+    exported = torch.export.export(
+        Module(), (x, first), dynamic_shapes={"x": None, "mask": [None, {0: tiles}]}
+    )
+    torch.export.save(exported, tmp_path / "module.pt2")
+    loaded = torch.export.load(tmp_path / "module.pt2").module()
+    for mask in (first, second):
+        torch.testing.assert_close(loaded(x, mask), Module()(x, mask))
+
+
+def test_vmap_over_masks():
+    x = torch.randn(1, 2, 130, 8, generator=generator())
+    some = [masks.causal(130), ~masks.causal(130)]
+    both = torch.utils._pytree.tree_map(lambda *each: torch.stack(each), *some)
+    got = torch.func.vmap(lambda mask: attn_ext.attention(x, x, x, block_mask=mask))(both)
+    torch.testing.assert_close(
+        got, torch.stack([attn_ext.attention(x, x, x, block_mask=mask) for mask in some])
+    )
 
 
 # ---- what it says about itself ----

@@ -36,6 +36,11 @@ SMALL = masks.causal(9)
             "mask_mod failed .* out of bounds",
         ),
         (lambda: predicate(lambda b, h, q, k: q.item() > 0, 9, 9), ValueError, "mask_mod failed"),
+        (lambda: predicate(lambda b, h, q, k: q.position > k, 9, 9), ValueError, "mask_mod failed.*position"),
+        (lambda: SMALL.to_dense(-1), ValueError, "within the 9 queries, got -1 and 10"),
+        (lambda: SMALL.to_dense(5, 5), ValueError, "within the 9 queries, got 5 and 5"),
+        (lambda: masks.sparse_transformer_strided(9, 2**70), ValueError, r"stride must be below 2\*\*63"),
+        (lambda: masks.sparse_transformer_strided(9, 3, part=1.0), ValueError, "part must be None, 1 or 2"),
         (
             lambda: predicate(lambda b, h, q, k: q - k, 9, 9),
             TypeError,

@@ -257,3 +257,9 @@ def test_raw_op_clamps_lengths():
     out = FORWARD(*args)[0]
     assert out.isfinite().all()
     assert torch.equal(out[1], torch.zeros_like(out[1]))
+
+
+def test_tensors_on_meta_beside_others_are_refused():
+    q = torch.randn(1, 1, 5, 4)
+    with pytest.raises(RuntimeError, match="must be on the device of q, cpu, got meta"):
+        FORWARD(q, q.to("meta"), q, 0.5, 0)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_ext import reference
+from attn_ext.masks import causal
 
 B, H, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 3, 2
 F64 = torch.float64
@@ -386,3 +387,9 @@ def test_meta_tensors():
         q, k, v, causal=True, dropout_p=0.5, rng_state=torch.empty(2).long().to("meta")
     )
     assert (out.shape, lse.shape) == ((B, H, NQ, DV), (B, H, NQ))
+
+
+def test_block_masks_for_other_lengths_are_refused():
+    q, k = torch.ones(1, 1, 5, 2), torch.ones(1, 1, 9, 2)
+    with pytest.raises(ValueError, match="made for 5 queries and 9 keys, got one for 9 and 9"):
+        reference.attention(q, k, k, block_mask=causal(9))

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as _pytree
 
 from ..arguments import ArgumentTypeError, ArgumentValueError
 from . import tiles as _tiles
@@ -37,7 +38,8 @@ class BlockMask:
             0 and 1 are all zeros and all ones. Equal tiles are there once, so repeating patterns are small.
         len_q, len_k: the queries and keys that it is for. They need not be multiples of 64.
 
-    Neither tensor is to be written to. Pickling, copying and torch.compile work.
+    Neither tensor is to be written to. Pickling, torch.save, copying and torch.compile work. To torch it is a
+    pytree of the two: torch.export and torch.func.vmap take it as an argument.
     """
 
     def __init__(self, map, tiles, len_q, len_k):
@@ -58,6 +60,9 @@ class BlockMask:
             raise ArgumentTypeError(
                 f"map and tiles must be on the same device, got {map.device} and {tiles.device}"
             )
+        if not torch.compiler.is_compiling() and map.is_inference():
+            with torch.inference_mode(False):  # it is made once, and may serve in training, too
+                map, tiles = map.clone(), tiles.clone()
         self.map, self.tiles, self.len_q, self.len_k = map, tiles, len_q, len_k
 
     # ---- constructors ----
@@ -104,7 +109,7 @@ class BlockMask:
         for strip in mask.split(SIZE, 2):
             words = _tiles.pack(_tiles.padded(strip, len_k))  # (B, H, <= 64, key blocks)
             words = F.pad(words, (0, 0, 0, SIZE - words.shape[2])).transpose(2, 3)
-            rows.append(collector.add(words.reshape(-1, SIZE)).view(batch, heads, 1, -1))
+            rows.append(collector.add(words.reshape(-1, SIZE)).view(batch, heads, 1, words.shape[2]))
         shape = batch, heads, block_count(len_q), block_count(len_k)
         index = torch.cat(rows, 2) if 0 not in shape else torch.zeros(shape, device=mask.device)
         return cls._of(index, collector.candidates(), len_q, len_k)
@@ -154,7 +159,8 @@ class BlockMask:
         """Of blocks (B, H, query blocks, key blocks) that are HIDDEN, FULL or -1: mask_mod decides those."""
         collector = _tiles.Collector(index.device)
         for blocks in (index < 0).nonzero().split(_tiles.CHUNK):
-            b, h, query_block, key_block = (n.view(-1, 1, 1) for n in blocks.unbind(1))
+            # a copy: a predicate may write to its indices, `h //= 4`
+            b, h, query_block, key_block = (n.view(-1, 1, 1) for n in blocks.clone().unbind(1))
             within = torch.arange(SIZE, device=index.device)
             # indices beyond the lengths repeat the last one: a predicate may use them to index
             q_idx = (query_block * SIZE + within[:, None]).clamp(max=len_q - 1)
@@ -191,6 +197,11 @@ class BlockMask:
         """
         if num_queries is None:
             num_queries = self.len_q - first_query
+        if first_query < 0 or num_queries < 0 or first_query + num_queries > self.len_q:
+            raise ArgumentValueError(
+                f"first_query and num_queries must lie within the {self.len_q} queries, got {first_query} "
+                f"and {num_queries}"
+            )
         first, begin = divmod(first_query, SIZE)
         rows = self.map[:, :, first : block_count(first_query + num_queries)]
         scores = _tiles.unpack(self.tiles[rows])  # (B, H, query blocks, key blocks, 64, 64)
@@ -268,6 +279,29 @@ class BlockMask:
         pairs, index = (self.map.long() * len(other.tiles) + other.map).unique(return_inverse=True)
         mine, others = self.tiles[pairs // len(other.tiles)], other.tiles[pairs % len(other.tiles)]
         return BlockMask._of(index, operation(mine, others), self.len_q, self.len_k)
+
+
+def _flatten(mask):
+    return [mask.map, mask.tiles], (mask.len_q, mask.len_k)
+
+
+def _flatten_with_keys(mask):
+    tensors, lengths = _flatten(mask)
+    keys = (_pytree.GetAttrKey("map"), _pytree.GetAttrKey("tiles"))
+    return list(zip(keys, tensors, strict=True)), lengths
+
+
+def _unflatten(values, lengths):
+    mask = BlockMask.__new__(BlockMask)  # unchecked: on their way through torch the tensors may be anything
+    (mask.map, mask.tiles), (mask.len_q, mask.len_k) = values, lengths
+    return mask
+
+
+_pytree.register_pytree_node(
+    BlockMask, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="attn_ext.masks.BlockMask", to_dumpable_context=list, from_dumpable_context=tuple,
+)  # fmt: skip
+torch.serialization.add_safe_globals([BlockMask])  # torch.load reads it, as it reads tensors
 
 
 def _cells(length, size, device):

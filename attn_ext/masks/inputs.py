@@ -12,6 +12,8 @@ def check_int(name, value, least):
         raise ArgumentTypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < least:
         raise ArgumentValueError(f"{name} must be at least {least}, got {value}")
+    if value >= 2**63:  # beyond int64
+        raise ArgumentValueError(f"{name} must be below 2**63, got {value}")
     return int(value)
 
 
@@ -57,7 +59,7 @@ def call_predicate(mask_mod, *indices):
         raise ArgumentTypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {mask_mod!r}")
     try:
         visible = mask_mod(*indices)
-    except (RuntimeError, TypeError, IndexError) as error:
+    except Exception as error:
         shapes = ", ".join(str(tuple(t.shape)) for t in indices)
         raise ArgumentValueError(
             f"mask_mod failed on b, h, q_idx, kv_idx, int64 tensors of shapes {shapes} on "

@@ -230,7 +230,7 @@ def _queries(chosen):
 
 def _parts(part, *makers):
     """What the maker of this part (1 or 2) makes; None: both joined."""
-    if part not in (None, 1, 2):
+    if part is not None and (not isinstance(part, int) or part not in (1, 2)):
         raise ArgumentValueError(f"part must be None, 1 or 2, got {part!r}")
     chosen = makers if part is None else makers[part - 1 : part]
     return functools.reduce(operator.or_, (make() for make in chosen))

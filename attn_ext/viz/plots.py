@@ -79,6 +79,8 @@ def plot_mask(mask, tokens=None, key_tokens=None, *, title=None):
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
+    if isinstance(mask, BlockMask) and 0 in mask.shape:
+        raise ArgumentValueError(f"mask must have no axis of size 0, got {tuple(mask.shape)}")
     by_block = isinstance(mask, BlockMask) and tokens is key_tokens is None
     if by_block:
         shades = {"hidden": HIDDEN, "partial": PARTLY_SEEN, "full": SEEN}
