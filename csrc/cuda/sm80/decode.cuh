@@ -110,13 +110,13 @@ class Decode {
     const uint32_t queries = group_address(kRing - 2);  // not needed for keys before the first tile
     load_queries(queries);
     int copy_tile = next_tile(0);
-    bool second = false;  // of the tile's two groups, the one to copy next
-    const auto load_next = [&](int slot) {
+    const auto load_next = [&](bool second, int slot) {  // the first or the second of the tile's two groups
       load_group(tile_key(copy_tile) + (second ? kGroupKeys : 0), slot);
       if (second) copy_tile = next_tile(copy_tile + 1);
-      second = !second;
     };
-    for (int g = 0; g < kRing - 2; g++) load_next(g);
+#pragma unroll
+    for (int g = 0; g < kRing - 2; g++) load_next(g % 2 == 1, g);
+    constexpr bool kBegun = (kRing - 2) % 2 == 1;  // the last tile: one of its groups is under way
     wait_for_copies<kRing - 2>();
     __syncthreads();  // the queries that other threads copied have arrived
     FragmentA q[kBucket / 16];
@@ -133,8 +133,8 @@ class Decode {
       // So they have for the other threads. And all warps have done the tile before this one (at first: have read the
       // queries): its place is free for new keys.
       __syncthreads();
-      load_next(wrap(slot + kRing - 2));
-      load_next(wrap(slot + kRing - 1));
+      load_next(kBegun, wrap(slot + kRing - 2));
+      load_next(!kBegun, wrap(slot + kRing - 1));
       // The warps of a row tile take turns at 16 keys.
       for (int key = first_key; key < min(kTileKeys, end_ - tile); key += 16 * (kWarps / row_tiles_)) {
         const uint32_t keys = group_address(wrap(slot + key / kGroupKeys)) + key % kGroupKeys * kRowBytes;
