@@ -7,10 +7,9 @@ import math
 
 import pytest
 import torch
+from block_masks import mask_of
 from cuda_kernels import DEVICES, attention_on, dropout_factors, generator, tangents_on
 from oracle import assert_close, check, check_tangents, oracle, qkv, randn, results, tangents_of
-
-from attn_ext.masks import BlockMask
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 BUCKETS = (32, 64, 96, 128, 192, 256)
@@ -22,15 +21,6 @@ every_kernel = pytest.mark.parametrize(
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
-
-
-def mask_of(blocks, len_q, len_k):
-    """blocks (B or 1, H or 1, query and key blocks): 0 hidden, 1 full, 2 and 3 with a third of the keys"""
-    tiles = torch.ones(4, 64, 64, dtype=torch.bool)
-    tiles[0] = False
-    tiles[2:] = torch.rand(2, 64, 64, generator=torch.Generator().manual_seed(1)) < 1 / 3
-    words = (tiles.long() << torch.arange(64)).sum(2)
-    return BlockMask(torch.as_tensor(blocks, dtype=torch.int32), words, len_q, len_k)
 
 
 def few_blocks(shape, visible):

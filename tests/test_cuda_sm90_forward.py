@@ -8,19 +8,15 @@ import math
 import subprocess
 
 import cuda_kernels
+import hopper
 import pytest
 import torch
+from hopper import on_each_device, rows_first
 from oracle import assert_close, oracle, qkv, randn
 
 import attn_ext
 
 F16, BF16 = torch.float16, torch.bfloat16
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-DEVICES = [
-    cuda_kernels.DEVICES[0],
-    pytest.param("cuda", marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")),
-]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +41,6 @@ def check(device, q, k, v, *, multiprocessors=2, **options):
     assert_close("out", out, truth[0], plain[0])
     assert_close("lse", lse, truth[1], single[1])
     return out, lse
-
-
-def rows_first(*tensors):
-    """The same numbers as views of (B, N, H, D) memory."""
-    return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
 
 
 # D, and keys that make five tiles, the last of them ragged.
@@ -86,18 +77,13 @@ def test_every_kernel(name, dtype, device):
 
 
 OPTIONS = {
+    **hopper.OPTIONS,
     "one query more than is decoded": ((17, 1), {}),
     "odd": ((113, 203), {"scale": 0.3}),
-    "causal": ((257, 363), {"causal": True}),
     "causal, more queries than keys": ((300, 150), {"causal": True}),
     "upper left": ((200, 399), {"causal": "upper_left"}),
     "a window on both sides": ((300, 630), {"window": (150, 20)}),
-    "a window that most rows see nothing in": ((300, 70), {"window": (30, 0), "causal": "upper_left"}),
     "lengths": ((203, 330), {"key_lengths": [0, 195], "query_lengths": [203, 80]}),
-    "lengths and a band": (
-        (203, 330),
-        {"causal": True, "key_lengths": [128, 300], "query_lengths": [0, 203]},
-    ),
 }
 
 

@@ -54,16 +54,9 @@ class SelfAttention(MultiHeadAttention):
         may NOT be attended to; masks, attn_bias, block_mask and errors are those of MultiHeadAttention.
         """
         out, weights = super().forward(
-            x,
-            x,
-            x,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            False,
-            attn_bias=attn_bias,
+            x, x, x, key_padding_mask, need_weights, attn_mask, False, attn_bias=attn_bias,
             block_mask=block_mask,
-        )
+        )  # fmt: skip
         return (out, weights) if need_weights else out
 
 
