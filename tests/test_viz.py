@@ -240,7 +240,7 @@ def test_positions():
         (lambda: viz.plot_attention(torch.rand(0, 2)), r"none of them 0"),
         (lambda: viz.plot_attention([]), r"\(H, Nq, Nk\) for each layer"),
         (lambda: viz.plot_mask(torch.ones(2)), r"mask must be \(Nq, Nk\)"),
-        (lambda: masks.causal(0).plot(), r"none of them 0, got \(1, 0, 0\)"),
+        (lambda: masks.causal(0).plot(), r"no axis of size 0, got \(1, 1, 0, 0\)"),
         (lambda: viz.plot_positions(torch.ones(2, 2, 2, 2)), r"positions must be \(N, D\)"),
         (lambda: viz.plot_attention([[0.5]]), r"weights must be a torch.Tensor, got list"),
     ],
