@@ -42,8 +42,7 @@ inline bool pack_in_range(const StridedView& m, int64_t b, int64_t h, int64_t i0
 template <int parts>
 class AmxForwardProducts {
  public:
-  // Packing weighs more than in products.h, where the products take longer.
-  static constexpr int64_t kUnitRows = 384, kUnits = 16, kStripRows = kTile;
+  static constexpr int64_t kUnitRows = 384, kStripRows = kTile;
 
   AmxForwardProducts(const AttentionParams& p, int64_t rows, bool* in_range)
       : ld_out(round_up(p.dim_v, kTile)), p_(p), in_range_(in_range), depth_(round_up(p.dim_qk, kTile)),
@@ -57,7 +56,6 @@ class AmxForwardProducts {
   }
 
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n) {
-    j0_ = j0;
     n_ = n;
     const Rows key = scratch_rows<parts>(kStrip, kBlockKeys, depth_);
     pack_in_range<parts>(p_.k, b, h_kv, j0, n, p_.dim_qk, key, in_range_);
@@ -68,19 +66,22 @@ class AmxForwardProducts {
   }
 
   // Whole tiles: keys beyond n have to be 0 up to the end of the last one.
-  int64_t keys_until(int64_t end) const { return min(n_, round_up(end - j0_, kTile)); }
+  KeyRange meet(const KeyRange& visible) const {
+    return {visible.begin / kTile * kTile, min(n_, round_up(visible.end, kTile))};
+  }
 
-  void scores(int64_t r0, int64_t rows, int64_t n, float* score) const {
-    tile_product<parts, true>(kTile, round_up(n, kTile), depth_, q_.from(r0, 0), key_, false, score,
-                              kBlockKeys);
+  void scores(int64_t r0, int64_t rows, const KeyRange& keys, float* score) const {
+    const int64_t n = keys.end - keys.begin;
+    tile_product<parts, true>(kTile, round_up(n, kTile), depth_, q_.from(r0, 0), key_.from(0, keys.begin),
+                              false, score, kBlockKeys);
     scale_rows(score, kBlockKeys, rows, n, float(p_.scale));
     clear_padding(score, kBlockKeys, rows, n);
   }
 
-  void add_values(int64_t rows, int64_t n, const float* prob, float* out) const {
-    n = round_up(n, kTile);
+  void add_values(int64_t rows, const KeyRange& keys, const float* prob, bool first, float* out) const {
+    const int64_t n = round_up(keys.end - keys.begin, kTile);
     round_rows<parts>(prob, kBlockKeys, round_up(rows, kTile), n, prob_);
-    tile_product<parts>(kTile, ld_out, n, prob_, value_, true, out, ld_out);
+    tile_product<parts>(kTile, ld_out, n, prob_, value_.from(keys.begin, 0), !first, out, ld_out);
   }
 
   const int64_t ld_out;
@@ -90,7 +91,7 @@ class AmxForwardProducts {
   const AttentionParams& p_;
   bool* const in_range_;
   const int64_t depth_;
-  int64_t j0_ = 0, n_ = 0;
+  int64_t n_ = 0;
   const Rows q_, prob_;
   const Pairs key_, value_;
 };

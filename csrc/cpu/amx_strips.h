@@ -15,8 +15,8 @@ struct PlainStrip {
   Pairs prob_pairs, grad_pairs;  // P and dS, for dV and dK, if `want_pairs`
   bool want_pairs;
 
-  // The first left-out term of the series of 2^x is 2.4e-6; P is rounded to 8 or 16 bits.
-  static constexpr int kExpDegree = 5;
+  // 2^x is good to 3e-6 then; P is rounded to 8 or 16 bits.
+  static constexpr int kExpDegree = 4;
 
   void compute() const {
     // Both ends of what a row sees grow with the row: all see all keys if the first and the last one do. Keys that only

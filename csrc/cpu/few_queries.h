@@ -3,39 +3,12 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-// How to read kLanes elements of a row in memory as T.
-struct ReadAsIs {
-  template <class T>
-  static ATTN_INLINE Vec<T> vector(const T* p) {
-    return load<T>(p);
-  }
-};
-struct ReadFloat16 {
-  template <class T>
-  static ATTN_INLINE Vec<T> vector(const uint16_t* p) {
-    return load_float16(p);
-  }
-};
-struct ReadBFloat16 {
-  template <class T>
-  static ATTN_INLINE Vec<T> vector(const uint16_t* p) {
-    return load_bfloat16(p);
-  }
-};
-
-// The last, partial vector of a row whose width is no multiple of kLanes; the missing lanes are 0.
-template <class T>
-ATTN_INLINE Vec<T> read_tail(const char* p, DType dtype, int64_t n) {
-  T lanes[kLanes<T>] = {};
-  read_row<T>(p, dtype, n, lanes);
-  return load<T>(lanes);
-}
-
 // score[r][j] = q[r] . k[j0 + j] for `rows` query rows q [rows][ld]. kLanes keys at a time: one accumulator a key,
 // then a transpose turns the sum over each accumulator's lanes into a sum of vectors.
-template <class T, class Reader, class Element>
+template <class T, class Reader>
 inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth,
                        const T* q, int64_t ld, int64_t rows, T* score, int64_t ld_score) {
+  using Element = typename Reader::Element;
   constexpr int lanes = kLanes<T>;
   const int64_t whole = depth / lanes * lanes;
   for (int64_t j = 0; j < n; j += lanes) {
@@ -48,10 +21,10 @@ inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, i
         Vec<T> even = {}, odd = {};
         int64_t d = 0;
         for (; d + 2 * lanes <= whole; d += 2 * lanes) {
-          even += Reader::template vector<T>(key + d) * load(query + d);
-          odd += Reader::template vector<T>(key + d + lanes) * load(query + d + lanes);
+          even += Reader::vector(key + d) * load(query + d);
+          odd += Reader::vector(key + d + lanes) * load(query + d + lanes);
         }
-        if (d < whole) even += Reader::template vector<T>(key + d) * load(query + d);
+        if (d < whole) even += Reader::vector(key + d) * load(query + d);
         if (whole < depth)
           odd += read_tail<T>(row + whole * size_of(k.dtype), k.dtype, depth - whole) * load(query + whole);
         sum[l] = even + odd;
@@ -65,9 +38,10 @@ inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, i
 }
 
 // out[r] += sum_j p[r][j] v[j0 + j], kPanel columns of the output in registers at a time.
-template <class T, class Reader, class Element, int rows>
+template <class T, class Reader, int rows>
 inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t width,
                        const T* p, int64_t ld_p, T* out, int64_t ld) {
+  using Element = typename Reader::Element;
   constexpr int lanes = kLanes<T>;
   const int64_t step = v.stride[2];
   int64_t d = 0;
@@ -80,7 +54,7 @@ inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, i
     for (int64_t j = 0; j < n; j++, value += step) {
 #pragma GCC unroll 4
       for (int x = 0; x < kPanelVectors; x++) {
-        const Vec<T> element = Reader::template vector<T>(value + x * lanes);
+        const Vec<T> element = Reader::vector(value + x * lanes);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) sum[r][x] += p[r * ld_p + j] * element;
       }
@@ -94,9 +68,8 @@ inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, i
     for (int r = 0; r < rows; r++) sum[r] = load(out + r * ld + d);
     for (int64_t j = 0; j < n; j++) {
       const char* value = v.at(b, h, j0 + j, d);
-      const Vec<T> element = d + lanes <= width
-                                 ? Reader::template vector<T>(reinterpret_cast<const Element*>(value))
-                                 : read_tail<T>(value, v.dtype, width - d);
+      const Vec<T> element = d + lanes <= width ? Reader::vector(reinterpret_cast<const Element*>(value))
+                                                : read_tail<T>(value, v.dtype, width - d);
       for (int r = 0; r < rows; r++) sum[r] += p[r * ld_p + j] * element;
     }
     for (int r = 0; r < rows; r++) store<T>(out + r * ld + d, sum[r]);
@@ -108,13 +81,9 @@ template <class T>
 struct FewQueries {
   static void scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth,
                      const T* q, int64_t ld, int64_t rows, T* score, int64_t ld_score) {
-    if constexpr (sizeof(T) == 4) {
-      if (k.dtype == DType::kFloat16)
-        return few_scores<T, ReadFloat16, uint16_t>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
-      if (k.dtype == DType::kBFloat16)
-        return few_scores<T, ReadBFloat16, uint16_t>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
-    }
-    few_scores<T, ReadAsIs, T>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
+    with_reader<T>(k.dtype, [&](auto reader) {
+      few_scores<T, decltype(reader)>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
+    });
   }
 
   template <int rows = kFewQueries>
@@ -123,13 +92,9 @@ struct FewQueries {
     if constexpr (rows > 1) {
       if (m < rows) return values<rows - 1>(v, b, h, j0, n, width, p, ld_p, m, out, ld);
     }
-    if constexpr (sizeof(T) == 4) {
-      if (v.dtype == DType::kFloat16)
-        return few_values<T, ReadFloat16, uint16_t, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
-      if (v.dtype == DType::kBFloat16)
-        return few_values<T, ReadBFloat16, uint16_t, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
-    }
-    few_values<T, ReadAsIs, T, rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
+    with_reader<T>(v.dtype, [&](auto reader) {
+      few_values<T, decltype(reader), rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
+    });
   }
 };
 

@@ -17,15 +17,19 @@ class ForwardUnit {
 
   void run() {
     const int64_t h_kv = h_ / p_.group();
-    out_ = scratch<T>(kOutput, round_up(rows_, Products::kStripRows) * ld_o_);
-    max_ = scratch<T>(kState, 2 * rows_);
-    sum_ = max_ + rows_;
+    const int64_t padded_rows = round_up(rows_, Products::kStripRows);
+    out_ = scratch<T>(kOutput, padded_rows * ld_o_);
+    max_ = scratch<T>(kState, 2 * padded_rows);
+    sum_ = max_ + padded_rows;
     score_ = scratch<T>(kScore, Products::kStripRows * kBlockKeys);
 
     const int64_t valid =
         max(0, min(rows_, scores_.valid_queries() - i0_));  // rows past query_lengths are not read
     products_.set_queries(b_, h_, i0_, valid);
-    start();
+    for (int64_t r = 0; r < padded_rows; r++) {
+      max_[r] = -infinity<T>();
+      sum_[r] = T(0);
+    }
     const KeyRange range = scores_.visible(i0_, valid);
     for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
       const KeyRange keys = scores_.narrowed(i0_, valid, {j0, min(j0 + kBlockKeys, range.end)});
@@ -33,54 +37,68 @@ class ForwardUnit {
       products_.set_keys(b_, h_kv, keys.begin, keys.end - keys.begin);
       for (int64_t r0 = 0; r0 < valid; r0 += Products::kStripRows) {
         const int64_t rows = min(Products::kStripRows, valid - r0);
-        const KeyRange tile = scores_.visible(i0_ + r0, rows);
-        if (tile.end <= keys.begin || tile.begin >= keys.end) continue;
-        attend(r0, rows, keys.begin, products_.keys_until(tile.end));
+        const KeyRange visible = scores_.visible(i0_ + r0, rows);
+        if (visible.end <= keys.begin || visible.begin >= keys.end) continue;
+        attend(r0, rows, keys.begin,
+               products_.meet(
+                   {max(visible.begin, keys.begin) - keys.begin, min(visible.end, keys.end) - keys.begin}));
       }
     }
     finish();
   }
 
  private:
-  void start() {
-    for (int64_t r = 0; r < rows_; r++) {
-      max_[r] = -infinity<T>();
-      sum_[r] = T(0);
-    }
-    for (int64_t x = 0; x < rows_ * ld_o_; x++) out_[x] = T(0);
-  }
-
-  // Rows r0 .. r0+rows of the unit meet keys j0 .. j0+n.
-  void attend(int64_t r0, int64_t rows, int64_t j0, int64_t n) {
-    products_.scores(r0, rows, n, score_);
+  // Rows r0 .. r0+rows of the unit meet some keys of the block that begins with key `block`.
+  void attend(int64_t r0, int64_t rows, int64_t block, const KeyRange& keys) {
+    const int64_t j0 = block + keys.begin, n = keys.end - keys.begin;
+    products_.scores(r0, rows, keys, score_);
     scores_.finish(score_, kBlockKeys, i0_ + r0, rows, j0, n, nullptr);
-    for (int64_t r = 0; r < rows; r++) {
-      softmax_row(score_ + r * kBlockKeys, padded<T>(n), r0 + r);
-      if (p_.dropout.threshold != 0) drop_row(score_ + r * kBlockKeys, i0_ + r0 + r, j0, n);
-    }
-    products_.add_values(rows, n, score_, out_ + r0 * ld_o_);
+    softmax(r0, rows, padded<T>(n));
+    for (int64_t r = 0; p_.dropout.threshold != 0 && r < rows; r++)
+      drop_row(score_ + r * kBlockKeys, i0_ + r0 + r, j0, n);
+    bool& started = started_[r0 / Products::kStripRows];
+    products_.add_values(rows, keys, score_, !started, out_ + r0 * ld_o_);
+    started = true;
   }
 
-  void softmax_row(T* s, int64_t n, int64_t r) {
+  // S to P, with the rows' maxima and sums; brings the output so far to the new maxima. The maxima of all rows come first:
+  // each needs a chain of instructions through one vector, and those of different rows overlap.
+  void softmax(int64_t r0, int64_t rows, int64_t n) {
     constexpr int lanes = kLanes<T>;
-    Vec<T> largest = load(s);
-    for (int64_t j = lanes; j < n; j += lanes) largest = max<T>(largest, load(s + j));
-    const T before = max_[r], block_max = reduce_max<T>(largest);
-    const T now = block_max > before ? block_max : before;
-    const T reference =
-        now == -infinity<T>() ? T(0) : now;  // nothing visible yet: exp(-inf - 0) = 0, not NaN
-    Vec<T> total = {};
-    for (int64_t j = 0; j < n; j += lanes) {
-      const Vec<T> p = exp<T>(load(s + j) - reference);
-      store<T>(s + j, p);
-      total += p;
+    static_assert(Products::kStripRows % lanes == 0,
+                  "the vectors of a strip's rows do not reach into the next one");
+    T reference[Products::kStripRows], rescale[Products::kStripRows];
+    for (int64_t r = 0; r < rows; r++) {
+      const T* s = score_ + r * kBlockKeys;
+      Vec<T> largest = load(s);
+#pragma GCC unroll 4
+      for (int64_t j = lanes; j < n; j += lanes) largest = max<T>(largest, load(s + j));
+      reference[r] = reduce_max<T>(largest);
     }
-    const T rescale = exp<T>(splat<T>(before - reference))[0];
-    max_[r] = now;
-    sum_[r] = sum_[r] * rescale + reduce_add<T>(total);
-    if (rescale != T(1)) {
-      T* o = out_ + r * ld_o_;
-      for (int64_t d = 0; d < ld_o_; d += lanes) store<T>(o + d, load(o + d) * rescale);
+    for (int64_t r = rows; r < round_up(rows, lanes); r++) reference[r] = -infinity<T>();
+    for (int64_t r = 0; r < rows; r += lanes) {
+      const Vec<T> before = load(max_ + r0 + r), now = max<T>(load(reference + r), before);
+      // Nothing visible yet: exp(-inf - 0) = 0, not NaN.
+      const Vec<T> from = now == -infinity<T>() ? Vec<T>{} : now;
+      store<T>(max_ + r0 + r, now);
+      store<T>(reference + r, from);
+      store<T>(rescale + r, exp<T>(before - from));
+    }
+    const bool started = started_[r0 / Products::kStripRows];
+    for (int64_t r = 0; r < rows; r++) {
+      T* s = score_ + r * kBlockKeys;
+      const T from = reference[r];
+      Vec<T> total = {};
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < n; j += lanes) {
+        const Vec<T> p = exp<T>(load(s + j) - from);
+        store<T>(s + j, p);
+        total += p;
+      }
+      sum_[r0 + r] = sum_[r0 + r] * rescale[r] + reduce_add<T>(total);
+      if (!started || rescale[r] == T(1)) continue;
+      T* o = out_ + (r0 + r) * ld_o_;
+      for (int64_t d = 0; d < ld_o_; d += lanes) store<T>(o + d, load(o + d) * rescale[r]);
     }
   }
 
@@ -121,13 +139,14 @@ class ForwardUnit {
   Products products_;
   const int64_t ld_o_;
   T *out_ = nullptr, *max_ = nullptr, *sum_ = nullptr, *score_ = nullptr;
+  bool started_[Products::kUnitRows / Products::kStripRows] = {};  // strips that have met keys
 };
 
 // False if some number is out of the products' range: the results are then worth nothing.
 template <class T, class Products>
 bool forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
   bool in_range = true;
-  const int64_t rows = unit_rows(p, Products::kUnitRows, Products::kUnits);
+  const int64_t rows = unit_rows(p, Products::kUnitRows, Products::kStripRows, threads.count);
   const int64_t tiles = ceil_div(p.len_q, rows), heads = p.batch * p.heads_q;
   for_each_unit(threads, tiles * heads, score_products(p), [&](int64_t unit) {
     // Head after head, whose keys then stay in the cache. Last query tiles first: under a causal mask they are the

@@ -13,8 +13,7 @@ namespace ATTN_ISA {
 template <class T>
 class TangentUnit {
  public:
-  static constexpr int64_t kUnitRows = 192, kUnits = 32,
-                           kStripRows = 48;  // as ForwardProducts, for its reasons
+  static constexpr int64_t kUnitRows = 384, kStripRows = 48;  // as ForwardProducts, for its reasons
 
   TangentUnit(const AttentionParams& p, const JvpIO& io, int64_t b, int64_t h, int64_t i0, int64_t rows)
       : p_(p), io_(io), b_(b), h_(h), i0_(i0), rows_(rows), scores_(p, b, h), few_(p.len_q <= kFewQueries),
@@ -36,7 +35,6 @@ class TangentUnit {
     tangent_key_ = key_ + kBlockKeys * p.dim_qk;
     value_ = scratch<T>(kValue, 2 * kBlockKeys * ld_v_);
     tangent_value_ = value_ + kBlockKeys * ld_v_;
-    strip_ = scratch<T>(kStrip, kLanes<T> * ld_q_);
   }
 
   void run() {
@@ -46,12 +44,13 @@ class TangentUnit {
     for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
       const KeyRange keys = scores_.narrowed(i0_, valid, {j0, min(j0 + kBlockKeys, range.end)});
       if (keys.begin >= keys.end) continue;
-      const int64_t n = keys.end - keys.begin;
-      set_keys(keys.begin, n);
+      packed_ = keys.end - keys.begin;
+      set_keys(keys.begin, packed_);
       for (int64_t r0 = 0; r0 < valid; r0 += kStripRows) {
         const int64_t rows = min(kStripRows, valid - r0);
         const KeyRange strip = scores_.visible(i0_ + r0, rows);
-        if (strip.end > keys.begin && strip.begin < keys.end) attend(r0, rows, keys.begin, n);
+        if (strip.end <= keys.begin || strip.begin >= keys.end) continue;
+        attend(r0, rows, keys.begin, min(packed_, round_up(strip.end - keys.begin, kPanel<T>)));
       }
     }
     finish();
@@ -78,9 +77,8 @@ class TangentUnit {
   void set_keys(int64_t j0, int64_t n) {
     if (few_) return;
     const int64_t h_kv = h_ / p_.group();
-    pack_transposed<T>(p_.k, b_, h_kv, j0, n, p_.dim_qk, strip_, key_);
-    if (io_.tangent_k.present)
-      pack_transposed<T>(io_.tangent_k, b_, h_kv, j0, n, p_.dim_qk, strip_, tangent_key_);
+    pack_transposed<T>(p_.k, b_, h_kv, j0, n, p_.dim_qk, key_);
+    if (io_.tangent_k.present) pack_transposed<T>(io_.tangent_k, b_, h_kv, j0, n, p_.dim_qk, tangent_key_);
     if (moves_scores_) pack_panels<T>(p_.v, b_, h_kv, j0, n, p_.dim_v, false, value_);
     if (io_.tangent_v.present)
       pack_panels<T>(io_.tangent_v, b_, h_kv, j0, n, p_.dim_v, false, tangent_value_);
@@ -181,7 +179,8 @@ class TangentUnit {
   void product(const T* query, int64_t rows, const StridedView& k, const T* panels, int64_t j0, int64_t n,
                bool accumulate, T* score) const {
     if (!few_) {
-      matmul<T, false>(rows, n, p_.dim_qk, query, ld_q_, panels, accumulate, score, kBlockKeys);
+      matmul<T, false>(rows, n, p_.dim_qk, query, ld_q_, Panels<T>{panels, p_.dim_qk}, accumulate, score,
+                       kBlockKeys);
       return;
     }
     T* target = accumulate ? moved_ + kStripRows * kBlockKeys : score;
@@ -194,7 +193,7 @@ class TangentUnit {
     if (few_) {
       FewQueries<T>::values(v, b_, h_ / p_.group(), j0, n, p_.dim_v, weight, kBlockKeys, rows, out, ld_v_);
     } else {
-      matmul<T, false>(rows, p_.dim_v, n, weight, kBlockKeys, panels, true, out, ld_v_);
+      matmul<T, false>(rows, p_.dim_v, n, weight, kBlockKeys, Panels<T>{panels, packed_}, true, out, ld_v_);
     }
   }
 
@@ -211,13 +210,14 @@ class TangentUnit {
   const bool moves_scores_;
   T *q_, *tangent_q_, *out_, *max_, *minus_log2_, *tangent_lse_, *prob_sum_, *prob_, *moved_,
       *cap_slope_ = nullptr;
-  T *key_ = nullptr, *tangent_key_ = nullptr, *value_ = nullptr, *tangent_value_ = nullptr, *strip_ = nullptr;
+  T *key_ = nullptr, *tangent_key_ = nullptr, *value_ = nullptr, *tangent_value_ = nullptr;
   T tangent_slope_ = T(0);
+  int64_t packed_ = 0;  // keys of the block
 };
 
 template <class T>
 void jvp(const AttentionParams& p, const JvpIO& io, const Threads& threads) {
-  const int64_t rows = unit_rows(p, TangentUnit<T>::kUnitRows, TangentUnit<T>::kUnits);
+  const int64_t rows = unit_rows(p, TangentUnit<T>::kUnitRows, TangentUnit<T>::kStripRows, threads.count);
   const int64_t tiles = ceil_div(p.len_q, rows), heads = p.batch * p.heads_q;
   for_each_unit(threads, tiles * heads, 2 * score_products(p), [&](int64_t unit) {
     const int64_t tile = tiles - 1 - unit % tiles, bh = unit / tiles, i0 = tile * rows;

@@ -6,13 +6,14 @@
 //
 // A register block of kRows x kPanelVectors accumulators stays in registers over the whole depth; each step loads
 // one row of the B panel and broadcasts one element of A per row. The block is sized so that accumulators, the B row
-// and one broadcast fill the register file: 6 x 2 + 2 + 1 of 16 registers, 6 x 4 + 4 + 1 of AVX-512's 32. Each
-// element of C is summed over k in ascending order, whatever the block it falls in, so results do not depend on how
-// the work was cut.
+// and one broadcast fill the register file: 6 x 2 + 2 + 1 of 16 registers, 6 x 4 + 4 + 1 of AVX-512's 32. The depth
+// is taken in slices whose part of a panel stays in the L1 cache while all rows pass over it. Each element of C is
+// summed over k in ascending order, whatever the block it falls in, so results do not depend on how the work was cut.
 namespace attn_ext {
 namespace ATTN_ISA {
 
 constexpr int kRows = 6;
+constexpr int64_t kSliceBytes = 16384;  // of a panel: half of the smallest L1 cache
 
 template <class T, int rows, int vectors, bool transposed_a>
 inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
@@ -24,6 +25,7 @@ inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, b
 #pragma GCC unroll 4
     for (int j = 0; j < vectors; j++) sum[i][j] = accumulate ? load(c + i * ldc + j * lanes) : Vec<T>{};
   }
+#pragma GCC unroll 4  // or else the loop's own instructions take a tenth of the time
   for (int64_t k = 0; k < depth; k++, b += vectors * lanes) {
     Vec<T> row[vectors];
 #pragma GCC unroll 4
@@ -59,25 +61,46 @@ inline void panel_product(int64_t m, int64_t depth, const T* a, int64_t lda, con
   }
 }
 
+// All rows of one panel, slice after slice of its depth.
+template <class T, int vectors, bool transposed_a>
+inline void sliced_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate,
+                           T* c, int64_t ldc) {
+  constexpr int64_t width = vectors * kLanes<T>, slice = kSliceBytes / (width * int64_t(sizeof(T)));
+  for (int64_t k = 0; k < max(depth, 1); k += slice) {
+    panel_product<T, vectors, transposed_a>(m, min(slice, depth - k), transposed_a ? a + k * lda : a + k, lda,
+                                            b + k * width, accumulate || k > 0, c, ldc);
+  }
+}
+
+// The right operand of a product: panels [panel][rows][w] as pack.h makes them, of which rows begin .. begin+depth are
+// multiplied.
+template <class T>
+struct Panels {
+  const T* data;
+  int64_t rows, begin = 0;
+};
+
 // n is the number of columns of B before padding; C needs padded(n) columns of room.
 template <class T, bool transposed_a>
-inline void matmul(int64_t m, int64_t n, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate,
-                   T* c, int64_t ldc) {
+inline void matmul(int64_t m, int64_t n, int64_t depth, const T* a, int64_t lda, const Panels<T>& b,
+                   bool accumulate, T* c, int64_t ldc) {
+  const T* panel = b.data;
   for (int64_t j = 0; j < n; j += kPanel<T>) {
-    const int64_t vectors = padded<T>(min(kPanel<T>, n - j)) / kLanes<T>;
-    switch (vectors) {
-      case 1: panel_product<T, 1, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc); break;
-      case 2: panel_product<T, 2, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc); break;
+    const int64_t width = padded<T>(min(kPanel<T>, n - j));
+    const T* first = panel + b.begin * width;
+    switch (width / kLanes<T>) {
+      case 1: sliced_product<T, 1, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc); break;
+      case 2: sliced_product<T, 2, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc); break;
       case 3:
         if constexpr (kPanelVectors >= 3)
-          panel_product<T, 3, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc);
+          sliced_product<T, 3, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc);
         break;
       case 4:
         if constexpr (kPanelVectors >= 4)
-          panel_product<T, 4, transposed_a>(m, depth, a, lda, b, accumulate, c + j, ldc);
+          sliced_product<T, 4, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc);
         break;
     }
-    b += depth * vectors * kLanes<T>;
+    panel += b.rows * width;
   }
 }
 

@@ -100,6 +100,39 @@ inline void write_row(void* dst, DType dtype, int64_t n, const T* src) {
   }
 }
 
+// The ways to read kLanes<T> elements of a row in memory as T.
+template <class T>
+struct ReadAsIs {
+  using Element = T;
+  static ATTN_INLINE Vec<T> vector(const T* p) { return load(p); }
+};
+struct ReadFloat16 {
+  using Element = uint16_t;
+  static ATTN_INLINE Vec<float> vector(const uint16_t* p) { return load_float16(p); }
+};
+struct ReadBFloat16 {
+  using Element = uint16_t;
+  static ATTN_INLINE Vec<float> vector(const uint16_t* p) { return load_bfloat16(p); }
+};
+
+// use(reader) with the reader of dtype, so that loops over rows do not ask for it.
+template <class T, class Use>
+ATTN_INLINE void with_reader(DType dtype, const Use& use) {
+  if constexpr (sizeof(T) == 4) {
+    if (dtype == DType::kFloat16) return use(ReadFloat16{});
+    if (dtype == DType::kBFloat16) return use(ReadBFloat16{});
+  }
+  use(ReadAsIs<T>{});
+}
+
+// The last, partial vector of a row whose width is no multiple of kLanes; the missing lanes are 0.
+template <class T>
+ATTN_INLINE Vec<T> read_tail(const void* p, DType dtype, int64_t n) {
+  T lanes[kLanes<T>] = {};
+  read_row<T>(p, dtype, n, lanes);
+  return load<T>(lanes);
+}
+
 // n elements at any stride (a bias row, say); stride 0 repeats one element.
 template <class T>
 inline void read_strided(const char* src, DType dtype, int64_t stride, int64_t n, T* dst) {
@@ -121,67 +154,78 @@ ATTN_INLINE T read_one(const char* src, DType dtype) {
   return value;
 }
 
+// Elements d .. d+kLanes of a row that has `width`; 0 beyond.
+template <class T, class Reader>
+ATTN_INLINE Vec<T> read_vector(const typename Reader::Element* row, DType dtype, int64_t d, int64_t width) {
+  return d + kLanes<T> <= width ? Reader::vector(row + d) : read_tail<T>(row + d, dtype, width - d);
+}
+
 // Rows i0 .. i0+n of head (b, h), times factor, to rows [n][ld].
 template <class T>
 inline void pack_rows(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
                       T factor, T* dst, int64_t ld) {
-  for (int64_t i = 0; i < n; i++) {
-    T* row = dst + i * ld;
-    read_row<T>(m.at(b, h, i0 + i, 0), m.dtype, width, row);
-    for (int64_t d = width; d < ld; d++) row[d] = T(0);
-    if (factor != T(1)) {
-      for (int64_t d = 0; d < ld; d += kLanes<T>) store<T>(row + d, load(row + d) * factor);
+  with_reader<T>(m.dtype, [&](auto reader) {
+    using Reader = decltype(reader);
+    for (int64_t i = 0; i < n; i++) {
+      const auto* row = reinterpret_cast<const typename Reader::Element*>(m.at(b, h, i0 + i, 0));
+      for (int64_t d = 0; d < ld; d += kLanes<T>)
+        store<T>(dst + i * ld + d, read_vector<T, Reader>(row, m.dtype, d, width) * factor);
     }
-  }
+  });
 }
 
-// Replaces what is not finite by 0. A gradient product 0 * inf or 0 * NaN must not let a key (or query) that is
+// 0 in place of what is not finite. A gradient product 0 * inf or 0 * NaN must not let a key (or query) that is
 // hidden reach the other side; where it is visible the NaN arrives through the score anyway.
 template <class T>
-ATTN_INLINE void drop_non_finite(T* row, int64_t n) {
-  for (int64_t d = 0; d < n; d += kLanes<T>) {
-    const Vec<T> x = load(row + d);
-    store<T>(row + d, x - x == Vec<T>{} ? x : Vec<T>{});
-  }
+ATTN_INLINE Vec<T> finite_or_0(Vec<T> x) {
+  return x - x == Vec<T>{} ? x : Vec<T>{};
 }
 
 // Rows i0 .. i0+n of head (b, h) to panels [panel][n][w].
 template <class T>
 inline void pack_panels(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t width,
                         bool finite_only, T* dst) {
-  for (int64_t d0 = 0; d0 < width; d0 += kPanel<T>) {
-    const int64_t columns = min(kPanel<T>, width - d0), w = padded<T>(columns);
-    for (int64_t i = 0; i < n; i++, dst += w) {
-      read_row<T>(m.at(b, h, i0 + i, d0), m.dtype, columns, dst);
-      for (int64_t d = columns; d < w; d++) dst[d] = T(0);
-      if (finite_only) drop_non_finite(dst, w);
-    }
-  }
-}
-
-// Rows i0 .. i0+n of head (b, h), transposed: keys become the columns of panels [panel][depth][w].
-// `strip` is scratch for kLanes rows of padded(depth).
-template <class T>
-inline void pack_transposed(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t depth,
-                            T* strip, T* dst) {
-  constexpr int lanes = kLanes<T>;
-  const int64_t ld = padded<T>(depth);
-  for (int64_t j0 = 0; j0 < n; j0 += kPanel<T>) {
-    const int64_t w = padded<T>(min(kPanel<T>, n - j0));
-    for (int64_t j = 0; j < w; j += lanes) {
-      const int64_t rows = max(0, min(lanes, n - j0 - j));
-      pack_rows<T>(m, b, h, i0 + j0 + j, rows, depth, T(1), strip, ld);
-      for (int64_t x = rows * ld; x < lanes * ld; x++) strip[x] = T(0);
-      for (int64_t d = 0; d < depth; d += lanes) {
-        Vec<T> block[lanes];
-        for (int l = 0; l < lanes; l++) block[l] = load(strip + l * ld + d);
-        transpose<T>(block);
-        const int64_t valid = min(lanes, depth - d);
-        for (int64_t l = 0; l < valid; l++) store<T>(dst + (d + l) * w + j, block[l]);
+  with_reader<T>(m.dtype, [&](auto reader) {
+    using Reader = decltype(reader);
+    for (int64_t i = 0; i < n; i++) {
+      const auto* row = reinterpret_cast<const typename Reader::Element*>(m.at(b, h, i0 + i, 0));
+      for (int64_t d0 = 0; d0 < width; d0 += kPanel<T>) {
+        const int64_t w = padded<T>(min(kPanel<T>, width - d0));
+        T* to = dst + d0 * n + i * w;
+        for (int64_t d = 0; d < w; d += kLanes<T>) {
+          const Vec<T> x = read_vector<T, Reader>(row, m.dtype, d0 + d, width);
+          store<T>(to + d, finite_only ? finite_or_0<T>(x) : x);
+        }
       }
     }
-    dst += depth * w;
-  }
+  });
+}
+
+// Rows i0 .. i0+n of head (b, h), transposed: keys become the columns of panels [panel][depth][w]. Columns beyond n are
+// zero.
+template <class T>
+inline void pack_transposed(const StridedView& m, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t depth,
+                            T* dst) {
+  constexpr int lanes = kLanes<T>;
+  with_reader<T>(m.dtype, [&](auto reader) {
+    using Reader = decltype(reader);
+    for (int64_t j = 0; j < n; j += lanes) {
+      const int64_t j0 = j / kPanel<T> * kPanel<T>, w = padded<T>(min(kPanel<T>, n - j0));
+      T* to = dst + j0 * depth + j - j0;
+      const typename Reader::Element* row[lanes];
+      for (int l = 0; l < lanes; l++) {
+        row[l] = reinterpret_cast<const typename Reader::Element*>(m.at(b, h, i0 + min(j + l, n - 1), 0));
+      }
+      for (int64_t d = 0; d < depth; d += lanes) {
+        Vec<T> block[lanes];
+        for (int l = 0; l < lanes; l++) {
+          block[l] = j + l < n ? read_vector<T, Reader>(row[l], m.dtype, d, depth) : Vec<T>{};
+        }
+        transpose<T>(block);
+        for (int64_t l = 0; l < min(lanes, depth - d); l++) store<T>(to + (d + l) * w, block[l]);
+      }
+    }
+  });
 }
 
 }  // namespace ATTN_ISA

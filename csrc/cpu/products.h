@@ -6,9 +6,9 @@ namespace ATTN_ISA {
 template <class T>
 class ForwardProducts {
  public:
-  // Packing a key block costs about as much as 8 rows of its products, so 192 rows keep it near 4%. Scores come in
+  // Packing a key block costs about as much as 8 rows of its products, so 384 rows keep it near 2%. Scores come in
   // strips of fewer rows, to stay in cache.
-  static constexpr int64_t kUnitRows = 192, kUnits = 32, kStripRows = 48;
+  static constexpr int64_t kUnitRows = 384, kStripRows = 48;
 
   // For units of up to `rows` queries. The flag is for products that cannot do with every number.
   ForwardProducts(const AttentionParams& p, int64_t rows, bool* /* in_range */)
@@ -17,7 +17,6 @@ class ForwardProducts {
     if (few_) return;
     key_ = scratch<T>(kKey, kBlockKeys * p.dim_qk);
     value_ = scratch<T>(kValue, kBlockKeys * ld_out);
-    strip_ = scratch<T>(kStrip, kLanes<T> * ld_q_);
   }
 
   void set_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
@@ -30,29 +29,40 @@ class ForwardProducts {
     j0_ = j0;
     n_ = n;
     if (few_) return;
-    pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, strip_, key_);
+    pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, key_);
     pack_panels<T>(p_.v, b, h_kv, j0, n, p_.dim_v, false, value_);
   }
 
-  // How many of the keys a strip has to meet that sees those before `end`: panels are laid out for all.
-  int64_t keys_until(int64_t /* end */) const { return n_; }
+  // The keys of the block, counted from its first, that a strip has to meet which sees `visible` of them: whole panels,
+  // and whole groups for dropout.
+  KeyRange meet(const KeyRange& visible) const {
+    constexpr int64_t step = max(kPanel<T>, 8);
+    return {visible.begin / step * step, min(n_, round_up(visible.end, step))};
+  }
 
-  // scale * Q K^T of rows r0 .. r0+rows and the first n keys, to [rows][kBlockKeys].
-  void scores(int64_t r0, int64_t rows, int64_t n, T* score) const {
+  // scale * Q K^T of rows r0 .. r0+rows and these keys, to [rows][kBlockKeys].
+  void scores(int64_t r0, int64_t rows, const KeyRange& keys, T* score) const {
     const T* q = q_ + r0 * ld_q_;
+    const int64_t n = keys.end - keys.begin;
     if (few_) {
-      FewQueries<T>::scores(p_.k, b_, h_kv_, j0_, n, p_.dim_qk, q, ld_q_, rows, score, kBlockKeys);
+      FewQueries<T>::scores(p_.k, b_, h_kv_, j0_ + keys.begin, n, p_.dim_qk, q, ld_q_, rows, score,
+                            kBlockKeys);
     } else {
-      matmul<T, false>(rows, n, p_.dim_qk, q, ld_q_, key_, false, score, kBlockKeys);
+      const Panels<T> key = {key_ + keys.begin * p_.dim_qk, p_.dim_qk};
+      matmul<T, false>(rows, n, p_.dim_qk, q, ld_q_, key, false, score, kBlockKeys);
     }
   }
 
-  // out[rows][ld_out] += P V
-  void add_values(int64_t rows, int64_t n, const T* prob, T* out) const {
+  // out[rows][ld_out] = P V, or += where it is not the first.
+  void add_values(int64_t rows, const KeyRange& keys, const T* prob, bool first, T* out) const {
+    const int64_t n = keys.end - keys.begin;
     if (few_) {
-      FewQueries<T>::values(p_.v, b_, h_kv_, j0_, n, p_.dim_v, prob, kBlockKeys, rows, out, ld_out);
+      for (int64_t x = 0; first && x < rows * ld_out; x++) out[x] = T(0);
+      FewQueries<T>::values(p_.v, b_, h_kv_, j0_ + keys.begin, n, p_.dim_v, prob, kBlockKeys, rows, out,
+                            ld_out);
     } else {
-      matmul<T, false>(rows, p_.dim_v, n, prob, kBlockKeys, value_, true, out, ld_out);
+      matmul<T, false>(rows, p_.dim_v, n, prob, kBlockKeys, Panels<T>{value_, n_, keys.begin}, !first, out,
+                       ld_out);
     }
   }
 
@@ -63,7 +73,7 @@ class ForwardProducts {
   const bool few_;
   const int64_t ld_q_;
   int64_t b_ = 0, h_kv_ = 0, j0_ = 0, n_ = 0;
-  T *q_, *key_ = nullptr, *value_ = nullptr, *strip_ = nullptr;
+  T *q_, *key_ = nullptr, *value_ = nullptr;
 };
 
 // The backward's tiles have up to kRows queries and kKeys keys. Smaller key blocks than the forward's: three packed
@@ -86,15 +96,14 @@ class GradProducts {
     key_transposed_ = scratch<T>(kKey, kKeys * p.dim_qk);
     key_panels_ = scratch<T>(kKeyPanel, kKeys * ld_q);
     value_transposed_ = scratch<T>(kValue, kKeys * p.dim_v);
-    strip_ = scratch<T>(kStrip, kLanes<T> * max(ld_q, ld_v));
   }
 
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n, bool want_grad_q) {
     h_kv_ = h_kv;
     j0_ = j0;
     n_ = n;
-    if (!few_) pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, strip_, key_transposed_);
-    pack_transposed<T>(p_.v, b, h_kv, j0, n, p_.dim_v, strip_, value_transposed_);
+    if (!few_) pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, key_transposed_);
+    pack_transposed<T>(p_.v, b, h_kv, j0, n, p_.dim_v, value_transposed_);
     if (want_grad_q) pack_panels<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, true, key_panels_);
   }
 
@@ -127,11 +136,13 @@ class GradProducts {
     if (few_) {
       FewQueries<T>::scores(p_.k, b_, h_kv_, j0_, n_, p_.dim_qk, q_rows_, ld_q, rows_, score, kKeys);
     } else {
-      matmul<T, false>(rows_, n_, p_.dim_qk, q_rows_, ld_q, key_transposed_, false, score, kKeys);
+      matmul<T, false>(rows_, n_, p_.dim_qk, q_rows_, ld_q, Panels<T>{key_transposed_, p_.dim_qk}, false,
+                       score, kKeys);
     }
   }
   void grad_probs(const Strip& /* all */, T* grad) const {
-    matmul<T, false>(rows_, n_, p_.dim_v, grad_out_rows_, ld_v, value_transposed_, false, grad, kKeys);
+    matmul<T, false>(rows_, n_, p_.dim_v, grad_out_rows_, ld_v, Panels<T>{value_transposed_, p_.dim_v}, false,
+                     grad, kKeys);
   }
 
   // P and dS of a strip, for the products below.
@@ -142,16 +153,18 @@ class GradProducts {
 
   // grad_v += P^T dO
   void add_grad_v(T* grad_v) const {
-    matmul<T, true>(n_, p_.dim_v, rows_, prob_, kKeys, grad_out_panels_, true, grad_v, ld_v);
+    matmul<T, true>(n_, p_.dim_v, rows_, prob_, kKeys, Panels<T>{grad_out_panels_, rows_}, true, grad_v,
+                    ld_v);
   }
 
   // grad_k += dS^T Q
   void add_grad_k(T* grad_k) const {
-    matmul<T, true>(n_, p_.dim_qk, rows_, grad_scores_, kKeys, q_panels_, true, grad_k, ld_q);
+    matmul<T, true>(n_, p_.dim_qk, rows_, grad_scores_, kKeys, Panels<T>{q_panels_, rows_}, true, grad_k,
+                    ld_q);
   }
   // grad_q[rows][ld] += dS K, for the rows of the strips that came last.
   void add_grad_q(int64_t /* row */, int64_t rows, T* grad_q, int64_t ld) const {
-    matmul<T, false>(rows, p_.dim_qk, n_, grad_scores_, kKeys, key_panels_, true, grad_q, ld);
+    matmul<T, false>(rows, p_.dim_qk, n_, grad_scores_, kKeys, Panels<T>{key_panels_, n_}, true, grad_q, ld);
   }
 
   // What grad_k or grad_v holds, as rows [kKeys][ld].
@@ -166,7 +179,7 @@ class GradProducts {
   const bool few_;
   int64_t b_ = 0, h_kv_ = 0, j0_ = 0, n_ = 0, rows_ = 0;
   T *q_rows_, *q_panels_, *grad_out_rows_, *grad_out_panels_;
-  T *key_transposed_, *key_panels_, *value_transposed_, *strip_;
+  T *key_transposed_, *key_panels_, *value_transposed_;
   const T *prob_ = nullptr, *grad_scores_ = nullptr;
 };
 

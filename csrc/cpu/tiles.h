@@ -9,14 +9,16 @@ inline int64_t tile_rows(const AttentionParams& p, int64_t most) {
   return p.block_mask.present() ? BlockMask::kSize : most;
 }
 
-// Query rows for which a unit of forward work packs K and V: `most`, or with few heads and short sequences fewer, so
-// that there are `enough` units to give every thread work. The choice depends on the shape alone: never on the number
-// of threads.
-constexpr int64_t kLeastUnitRows = 48;
-inline int64_t unit_rows(const AttentionParams& p, int64_t most, int64_t enough) {
-  int64_t rows = tile_rows(p, most);
-  while (rows / 2 >= kLeastUnitRows && p.batch * p.heads_q * ceil_div(p.len_q, rows) < enough) rows /= 2;
-  return min(rows, max(p.len_q, 1));
+// Query rows for which a unit of forward work packs K and V: `most`, or fewer where threads would be without work, of
+// about equal size. Units begin with whole strips, so that what a strip meets, and with it every result, is the same
+// however many threads there are.
+constexpr int64_t kUnitsPerThread = 4;
+inline int64_t unit_rows(const AttentionParams& p, int64_t most, int64_t strip_rows, int64_t threads) {
+  if (p.block_mask.present()) return tile_rows(p, most);
+  const int64_t heads = p.batch * p.heads_q, queries = max(p.len_q, 1);
+  int64_t rows = most;
+  while (rows / 2 >= 2 * strip_rows && heads * ceil_div(queries, rows) < kUnitsPerThread * threads) rows /= 2;
+  return round_up(ceil_div(queries, ceil_div(queries, rows)), strip_rows);
 }
 
 // Multiply-adds of the two products of all visible and hidden scores; saturates where int64 would overflow.
