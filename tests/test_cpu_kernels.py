@@ -77,7 +77,15 @@ def test_many_python_threads_at_once():
 @pytest.mark.parametrize("isa", [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()])
 def test_the_other_instruction_sets(isa):
     """The comparison with the reference again, on every other build that this machine can run."""
-    files = [str(HERE / name) for name in ("test_attention.py", "test_forward_mode.py", "test_block_mask.py")]
+    files = [
+        str(HERE / name)
+        for name in (
+            "test_attention.py",
+            "test_forward_mode.py",
+            "test_block_mask.py",
+            "test_cpu_decoding.py",
+        )
+    ]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = run_python(*tests, ATTN_EXT_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -249,3 +257,16 @@ def test_first_call_after_fork_works():
     if pid == 0:
         os._exit(0 if torch.equal(attn_ext.attention(q, q, q), want) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+def test_keys_hidden_from_a_row_of_nan_keep_their_gradients(dtype):
+    """The row's LSE is NaN: P of what it does not see is 0 all the same."""
+    q, k, v = qkv(1, 1, 30, 30, 16, dtype=dtype)
+    q[0, 0, 9] = torch.nan
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attn_ext.attention(*inputs, causal=True)
+    grad_q, grad_k, grad_v = torch.autograd.grad(out.nan_to_num().sum(), inputs)
+    for grad in (grad_k, grad_v):
+        assert grad[0, 0, 10:].isfinite().all() and grad[0, 0, :10].isnan().any()
+    assert grad_q[0, 0, 9].isnan().all() and grad_q[0, 0, :9].isfinite().all()

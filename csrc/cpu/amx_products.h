@@ -115,7 +115,9 @@ class AmxGradProducts {
         key_(scratch_pairs<parts>(kKeyPanel, kKeys, ld_q)),
         value_transposed_(scratch_pairs<parts>(kValue, ld_v, kKeys)),
         prob_pairs_(scratch_pairs<parts>(kProbPairs, kRows, kKeys)),
-        grad_pairs_(scratch_pairs<parts>(kGradPairs, kRows, kKeys)) {}
+        grad_pairs_(scratch_pairs<parts>(kGradPairs, kRows, kKeys)),
+        prob_(scratch<float>(kScore, kStripRows * kStripKeys)),
+        grad_(scratch<float>(kGradScore, kStripRows * kStripKeys)) {}
 
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n, bool want_grad_q) {
     n_ = round_up(n, kTile);
@@ -163,6 +165,10 @@ class AmxGradProducts {
     multiply_grad_probs(s, grad);
     clear_padding(grad, kStripKeys, s.rows, s.keys);
   }
+
+  // Where P and dS of a strip are to be made.
+  float* prob_of(const Strip& /* any */) const { return prob_; }
+  float* grad_of(const Strip& /* any */) const { return grad_; }
 
   void set_strip(const Strip& s, const float* prob, const float* grad) const {
     const int64_t keys = round_up(s.keys, kTile);
@@ -243,6 +249,7 @@ class AmxGradProducts {
   KeyRange seen_[kRows / kStripRows] = {};
   const Rows q_, q_transposed_, grad_out_, grad_out_transposed_, grad_scores_;
   const Pairs key_transposed_, key_, value_transposed_, prob_pairs_, grad_pairs_;
+  float *const prob_, *const grad_;
 };
 
 }  // namespace ATTN_ISA

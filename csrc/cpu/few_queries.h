@@ -1,75 +1,102 @@
-// Decoding: one to four queries meet a long row of keys. Every key and value is used so few times that packing it
-// would cost more than the arithmetic, so both products read them where they lie, in their own dtype.
+// The two products for one to four query rows, of one head or of several that share their keys. Every key and value is used
+// so few times that packing it would cost more than the arithmetic, so both products read them where they lie, in their
+// own dtype.
 namespace attn_ext {
 namespace ATTN_ISA {
 
-// score[r][j] = q[r] . k[j0 + j] for `rows` query rows q [rows][ld]. kLanes keys at a time: one accumulator a key,
-// then a transpose turns the sum over each accumulator's lanes into a sum of vectors.
-template <class T, class Reader>
+// score[r][j] = q[r] . k[j0 + j] for query rows q [rows][ld]. kLanes keys at a time: one sum a key and row, then a
+// transpose turns the sum over each one's lanes into a sum of vectors. The order of a row's sum does not depend on the
+// other rows.
+template <class T, class Reader, int rows>
 inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth,
-                       const T* q, int64_t ld, int64_t rows, T* score, int64_t ld_score) {
+                       const T* q, int64_t ld, T* score, int64_t ld_score) {
   using Element = typename Reader::Element;
   constexpr int lanes = kLanes<T>;
-  const int64_t whole = depth / lanes * lanes;
+  const int64_t paired = depth / (2 * lanes) * (2 * lanes);
   for (int64_t j = 0; j < n; j += lanes) {
-    for (int64_t r = 0; r < rows; r++) {
-      const T* query = q + r * ld;
-      Vec<T> sum[lanes];
-      for (int l = 0; l < lanes; l++) {
-        const char* row = k.at(b, h, j0 + min(j + l, n - 1), 0);  // past the end: the last key again, unused
-        const Element* key = reinterpret_cast<const Element*>(row);
-        Vec<T> even = {}, odd = {};
-        int64_t d = 0;
-        for (; d + 2 * lanes <= whole; d += 2 * lanes) {
-          even += Reader::vector(key + d) * load(query + d);
-          odd += Reader::vector(key + d + lanes) * load(query + d + lanes);
+    Vec<T> sum[rows][lanes];
+    for (int l = 0; l < lanes; l++) {
+      const Element* key =  // past the end: the last key again, unused
+          reinterpret_cast<const Element*>(k.at(b, h, j0 + min(j + l, n - 1), 0));
+      VecPair<T> x[rows] = {};
+      int64_t d = 0;
+      for (; d < paired; d += 2 * lanes) {
+        const VecPair<T> element = Reader::pair(key + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+          x[r].a += element.a * load(q + r * ld + d);
+          x[r].b += element.b * load(q + r * ld + d + lanes);
         }
-        if (d < whole) even += Reader::vector(key + d) * load(query + d);
-        if (whole < depth)
-          odd += read_tail<T>(row + whole * size_of(k.dtype), k.dtype, depth - whole) * load(query + whole);
-        sum[l] = even + odd;
       }
-      transpose<T>(sum);
-      Vec<T> total = sum[0];
-      for (int l = 1; l < lanes; l++) total += sum[l];
+      for (; d < depth; d += lanes) {
+        const Vec<T> element = read_vector<T, Reader>(key, k.dtype, d, depth);
+        for (int r = 0; r < rows; r++) x[r].a += element * load(q + r * ld + d);
+      }
+      for (int r = 0; r < rows; r++) sum[r][l] = x[r].a + x[r].b;
+    }
+    for (int r = 0; r < rows; r++) {
+      transpose<T>(sum[r]);
+      Vec<T> total = sum[r][0];
+      for (int l = 1; l < lanes; l++) total += sum[r][l];
       store<T>(score + r * ld_score + j, total);
     }
   }
 }
 
-// out[r] += sum_j p[r][j] v[j0 + j], kPanel columns of the output in registers at a time.
+// out[r] += sum_j p[r][j] v[j] for 2 * pairs vectors of columns, which stay in registers; v rows of `step` elements.
+template <class T, class Reader, int rows, int pairs>
+inline void few_columns(const typename Reader::Element* v, int64_t step, int64_t n, const T* p, int64_t ld_p,
+                        T* out, int64_t ld) {
+  constexpr int lanes = kLanes<T>;
+  VecPair<T> sum[rows][pairs];
+  for (int r = 0; r < rows; r++) {
+    for (int x = 0; x < pairs; x++) {
+      const T* o = out + r * ld + 2 * x * lanes;
+      sum[r][x] = {load(o), load(o + lanes)};
+      if (Reader::kEvenAndOdd) sum[r][x] = even_and_odd<T>(sum[r][x]);
+    }
+  }
+#pragma GCC unroll 2
+  for (int64_t j = 0; j < n; j++, v += step) {
+#pragma GCC unroll 4
+    for (int x = 0; x < pairs; x++) {
+      const VecPair<T> element = Reader::pair(v + 2 * x * lanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++) {
+        sum[r][x].a += p[r * ld_p + j] * element.a;
+        sum[r][x].b += p[r * ld_p + j] * element.b;
+      }
+    }
+  }
+  for (int r = 0; r < rows; r++) {
+    for (int x = 0; x < pairs; x++) {
+      T* o = out + r * ld + 2 * x * lanes;
+      if (Reader::kEvenAndOdd) sum[r][x] = merged<T>(sum[r][x]);
+      store<T>(o, sum[r][x].a);
+      store<T>(o + lanes, sum[r][x].b);
+    }
+  }
+}
+
+// out[r] += sum_j p[r][j] v[j0 + j]
 template <class T, class Reader, int rows>
 inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t width,
                        const T* p, int64_t ld_p, T* out, int64_t ld) {
   using Element = typename Reader::Element;
-  constexpr int lanes = kLanes<T>;
-  const int64_t step = v.stride[2];
+  // Pairs of sums that fit into half of the registers, but enough of them to hide the latency of an addition.
+  constexpr int lanes = kLanes<T>, registers = kPanelVectors == 4 ? 32 : 16;
+  constexpr int pairs = rows == 1 ? 4 : registers / 4 / (rows == 3 ? 4 : rows);
+  const Element* value = reinterpret_cast<const Element*>(v.at(b, h, j0, 0));
   int64_t d = 0;
-  for (; d + kPanel<T> <= width; d += kPanel<T>) {
-    Vec<T> sum[rows][kPanelVectors];
-    for (int r = 0; r < rows; r++) {
-      for (int x = 0; x < kPanelVectors; x++) sum[r][x] = load(out + r * ld + d + x * lanes);
-    }
-    const Element* value = reinterpret_cast<const Element*>(v.at(b, h, j0, d));
-    for (int64_t j = 0; j < n; j++, value += step) {
-#pragma GCC unroll 4
-      for (int x = 0; x < kPanelVectors; x++) {
-        const Vec<T> element = Reader::vector(value + x * lanes);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) sum[r][x] += p[r * ld_p + j] * element;
-      }
-    }
-    for (int r = 0; r < rows; r++) {
-      for (int x = 0; x < kPanelVectors; x++) store<T>(out + r * ld + d + x * lanes, sum[r][x]);
-    }
-  }
-  for (; d < width; d += lanes) {  // what is left, a vector at a time
+  for (; d + 2 * pairs * lanes <= width; d += 2 * pairs * lanes)
+    few_columns<T, Reader, rows, pairs>(value + d, v.stride[2], n, p, ld_p, out + d, ld);
+  for (; d + 2 * lanes <= width; d += 2 * lanes)
+    few_columns<T, Reader, rows, 1>(value + d, v.stride[2], n, p, ld_p, out + d, ld);
+  for (; d < width; d += lanes) {
     Vec<T> sum[rows];
     for (int r = 0; r < rows; r++) sum[r] = load(out + r * ld + d);
     for (int64_t j = 0; j < n; j++) {
-      const char* value = v.at(b, h, j0 + j, d);
-      const Vec<T> element = d + lanes <= width ? Reader::vector(reinterpret_cast<const Element*>(value))
-                                                : read_tail<T>(value, v.dtype, width - d);
+      const Vec<T> element = read_vector<T, Reader>(value + j * v.stride[2], v.dtype, d, width);
       for (int r = 0; r < rows; r++) sum[r] += p[r * ld_p + j] * element;
     }
     for (int r = 0; r < rows; r++) store<T>(out + r * ld + d, sum[r]);
@@ -79,10 +106,16 @@ inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, i
 // The two products of a key block, for any dtype and up to kFewQueries rows.
 template <class T>
 struct FewQueries {
+  template <int rows = kFewQueries>
   static void scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, int64_t n, int64_t depth,
-                     const T* q, int64_t ld, int64_t rows, T* score, int64_t ld_score) {
+                     const T* q, int64_t ld, int64_t m, T* score, int64_t ld_score) {
+    if constexpr (rows > 1) {
+      if (m < rows) return scores<rows - 1>(k, b, h, j0, n, depth, q, ld, m, score, ld_score);
+    }
     with_reader<T>(k.dtype, [&](auto reader) {
-      few_scores<T, decltype(reader)>(k, b, h, j0, n, depth, q, ld, rows, score, ld_score);
+      using Reader = decltype(reader);
+      if constexpr (Reader::kEvenAndOdd) q = even_and_odd_rows(q, ld, rows, depth);
+      few_scores<T, Reader, rows>(k, b, h, j0, n, depth, q, ld, score, ld_score);
     });
   }
 
@@ -95,6 +128,25 @@ struct FewQueries {
     with_reader<T>(v.dtype, [&](auto reader) {
       few_values<T, decltype(reader), rows>(v, b, h, j0, n, width, p, ld_p, out, ld);
     });
+  }
+
+ private:
+  // q in the order in which pairs of its keys are read.
+  static const T* even_and_odd_rows(const T* q, int64_t ld, int64_t rows, int64_t depth) {
+    constexpr int lanes = kLanes<T>;
+    T* moved = scratch<T>(kStrip, rows * ld);
+    for (int64_t r = 0; r < rows; r++) {
+      const T* from = q + r * ld;
+      T* to = moved + r * ld;
+      int64_t d = 0;
+      for (; d + 2 * lanes <= depth; d += 2 * lanes) {
+        const VecPair<T> x = even_and_odd<T>({load(from + d), load(from + d + lanes)});
+        store<T>(to + d, x.a);
+        store<T>(to + d + lanes, x.b);
+      }
+      for (; d < ld; d += lanes) store<T>(to + d, load(from + d));
+    }
+    return moved;
   }
 };
 

@@ -22,10 +22,7 @@ class GradTile {
   GradTile(const AttentionParams& p, const BackwardIO& io, const RowState<T>& state)
       : products(p, io, state.in_range), p_(p), state_(state) {
     static_assert(Products::kStripKeys <= kBlockKeys, "row buffers are sized by kBlockKeys");
-    constexpr int64_t score_size = Products::kStripRows * Products::kStripKeys;
-    prob = scratch<T>(kScore, score_size);
-    grad = scratch<T>(kGradScore, score_size);
-    if (has_cap<T>(p)) cap_slope_ = scratch<T>(kCapSlope, score_size);
+    if (has_cap<T>(p)) cap_slope_ = scratch<T>(kCapSlope, Products::kStripRows * Products::kStripKeys);
   }
 
   void set_keys(int64_t b, int64_t h_kv, int64_t j0_, int64_t n_, bool want_grad_q) {
@@ -62,6 +59,8 @@ class GradTile {
       const KeyRange keys = products.meet(r0, {begin, end});
       for (int64_t c0 = keys.begin; c0 < min(keys.end, n); c0 += Products::kStripKeys) {
         const Strip strip = {r0, strip_rows, c0, min(Products::kStripKeys, min(keys.end, n) - c0)};
+        prob = products.prob_of(strip);
+        grad = products.grad_of(strip);
         if constexpr (Products::kPlainStrips) {
           if (is_plain) {
             products.plain_strip(scores, strip, plain_rows(strip), prob, grad);
@@ -70,7 +69,7 @@ class GradTile {
         }
         compute_strip(scores, strip);
         use(strip);
-        if (cap_slope_ != nullptr) pass_cap(strip.rows);
+        if (cap_slope_ != nullptr) pass_cap(strip);
         products.set_strip(strip, prob, grad);
       }
       if (grad_q != nullptr) products.add_grad_q(r0, strip_rows, grad_q + r0 * ld, ld);
@@ -112,12 +111,14 @@ class GradTile {
     for (int64_t r = 0; r < s.rows; r++) gradient_row(s, r);
   }
 
-  // dS of the capped logits to dS of the raw ones, for dQ and dK.
-  void pass_cap(int64_t m) {
-    for (int64_t x = 0; x < m * kLd; x += kLanes<T>) {
-      // Beyond the valid keys the slope was never written; there dS is 0 and must stay so.
-      const Vec<T> g = load(grad + x);
-      store<T>(grad + x, g == Vec<T>{} ? Vec<T>{} : g * load(cap_slope_ + x));
+  // dS of the capped logits to dS of the raw ones, for dQ and dK. The slope of a row that sees nothing was never written;
+  // there dS is 0 and must stay so.
+  void pass_cap(const Strip& s) {
+    for (int64_t r = 0; r < s.rows; r++) {
+      for (int64_t j = r * kLd; j < r * kLd + padded<T>(s.keys); j += kLanes<T>) {
+        const Vec<T> g = load(grad + j);
+        store<T>(grad + j, g == Vec<T>{} ? Vec<T>{} : g * load(cap_slope_ + j));
+      }
     }
   }
 
@@ -131,9 +132,12 @@ class GradTile {
     }
     T *p_row = prob + row * kLd, *g_row = grad + row * kLd;
     const T row_max = max_[r], minus_log2 = log_sum_[r] * T(-kLog2E), delta = delta_[r];
+    const bool is_nan = minus_log2 != minus_log2;  // then hidden keys must be told from others
     Vec<T> total = {};
     for (int64_t j = 0; j < padded<T>(s.keys); j += kLanes<T>) {
-      const Vec<T> p = recomputed_prob<T, Products::kExpDegree>(load(p_row + j), row_max, minus_log2);
+      const Vec<T> logit = load(p_row + j);
+      Vec<T> p = recomputed_prob<T, Products::kExpDegree>(logit, row_max, minus_log2);
+      if (is_nan) p = logit == -infinity<T>() ? Vec<T>{} : p;
       total += p;
       Vec<T> dp = load(g_row + j), dropped = p;
       if (drops) {
@@ -151,7 +155,7 @@ class GradTile {
  public:
   Products products;
   int64_t i0 = 0, rows = 0, j0 = 0, n = 0;
-  T *prob, *grad;  // of a strip, [kStripRows][kStripKeys]
+  T *prob = nullptr, *grad = nullptr;  // of a strip, rows of kStripKeys
 
  private:
   const AttentionParams& p_;

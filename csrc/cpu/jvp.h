@@ -50,7 +50,7 @@ class TangentUnit {
         const int64_t rows = min(kStripRows, valid - r0);
         const KeyRange strip = scores_.visible(i0_ + r0, rows);
         if (strip.end <= keys.begin || strip.begin >= keys.end) continue;
-        attend(r0, rows, keys.begin, min(packed_, round_up(strip.end - keys.begin, kPanel<T>)));
+        attend(r0, rows, keys.begin, min(packed_, padded<T>(strip.end - keys.begin)));
       }
     }
     finish();
@@ -179,8 +179,8 @@ class TangentUnit {
   void product(const T* query, int64_t rows, const StridedView& k, const T* panels, int64_t j0, int64_t n,
                bool accumulate, T* score) const {
     if (!few_) {
-      matmul<T, false>(rows, n, p_.dim_qk, query, ld_q_, Panels<T>{panels, p_.dim_qk}, accumulate, score,
-                       kBlockKeys);
+      matmul<T, false>(rows, n, p_.dim_qk, query, ld_q_, Panels<T>{panels, packed_, p_.dim_qk}, accumulate,
+                       score, kBlockKeys);
       return;
     }
     T* target = accumulate ? moved_ + kStripRows * kBlockKeys : score;
@@ -193,7 +193,8 @@ class TangentUnit {
     if (few_) {
       FewQueries<T>::values(v, b_, h_ / p_.group(), j0, n, p_.dim_v, weight, kBlockKeys, rows, out, ld_v_);
     } else {
-      matmul<T, false>(rows, p_.dim_v, n, weight, kBlockKeys, Panels<T>{panels, packed_}, true, out, ld_v_);
+      matmul<T, false>(rows, p_.dim_v, n, weight, kBlockKeys, Panels<T>{panels, p_.dim_v, packed_}, true, out,
+                       ld_v_);
     }
   }
 

@@ -7,6 +7,7 @@
 #include "scores.h"
 #include "tiles.h"
 #include "few_queries.h"
+#include "online_softmax.h"
 #include "products.h"
 #ifdef ATTN_AMX
 #include "amx.h"
@@ -14,6 +15,7 @@
 #include "amx_products.h"
 #endif
 #include "forward.h"
+#include "decode.h"
 #include "grad_tile.h"
 #include "bias_backward.h"
 #include "backward.h"
@@ -22,13 +24,22 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
+template <class T>
+inline void forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
+  if (p.len_q <= kFewQueries) {
+    Decode<T>(p, o).run(threads);
+  } else {
+    forward<T, ForwardProducts<T>>(p, o, threads);
+  }
+}
+
 #ifndef ATTN_AMX  // isa_amx.cpp has its own
 // float64 computes in double, the other types in float.
 inline void run_forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
   if (p.q.dtype == DType::kFloat64) {
-    forward<double, ForwardProducts<double>>(p, o, threads);
+    forward<double>(p, o, threads);
   } else {
-    forward<float, ForwardProducts<float>>(p, o, threads);
+    forward<float>(p, o, threads);
   }
 }
 

@@ -4,7 +4,7 @@
 //   O += P V       A = P rows,        B = V panels          dQ += dS K     A = dS rows,       B = K panels
 //   dV += P^T dO   A = P transposed,  B = dO panels         dK += dS^T Q   A = dS transposed, B = Q panels
 //
-// A register block of kRows x kPanelVectors accumulators stays in registers over the whole depth; each step loads
+// A register block of kBlockRows x kPanelVectors accumulators stays in registers over the whole depth; each step loads
 // one row of the B panel and broadcasts one element of A per row. The block is sized so that accumulators, the B row
 // and one broadcast fill the register file: 6 x 2 + 2 + 1 of 16 registers, 6 x 4 + 4 + 1 of AVX-512's 32. The depth
 // is taken in slices whose part of a panel stays in the L1 cache while all rows pass over it. Each element of C is
@@ -12,12 +12,12 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-constexpr int kRows = 6;
+constexpr int kBlockRows = 6;
 constexpr int64_t kSliceBytes = 16384;  // of a panel: half of the smallest L1 cache
 
 template <class T, int rows, int vectors, bool transposed_a>
-inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
-                           int64_t ldc) {
+inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, int64_t ldb, bool accumulate,
+                           T* c, int64_t ldc) {
   constexpr int lanes = kLanes<T>;
   Vec<T> sum[rows][vectors];
 #pragma GCC unroll 8
@@ -26,7 +26,7 @@ inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, b
     for (int j = 0; j < vectors; j++) sum[i][j] = accumulate ? load(c + i * ldc + j * lanes) : Vec<T>{};
   }
 #pragma GCC unroll 4  // or else the loop's own instructions take a tenth of the time
-  for (int64_t k = 0; k < depth; k++, b += vectors * lanes) {
+  for (int64_t k = 0; k < depth; k++, b += ldb) {
     Vec<T> row[vectors];
 #pragma GCC unroll 4
     for (int j = 0; j < vectors; j++) row[j] = load(b + j * lanes);
@@ -44,60 +44,64 @@ inline void register_block(int64_t depth, const T* a, int64_t lda, const T* b, b
   }
 }
 
-// All rows of one panel: blocks of kRows, then one block of what is left.
-template <class T, int vectors, bool transposed_a, int rows = kRows>
-inline void panel_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate,
-                          T* c, int64_t ldc) {
+// All rows of one panel: blocks of kBlockRows, then one block of what is left.
+template <class T, int vectors, bool transposed_a, int rows = kBlockRows>
+inline void panel_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, int64_t ldb,
+                          bool accumulate, T* c, int64_t ldc) {
   int64_t i = 0;
   for (; i + rows <= m; i += rows) {
-    register_block<T, rows, vectors, transposed_a>(depth, transposed_a ? a + i : a + i * lda, lda, b,
+    register_block<T, rows, vectors, transposed_a>(depth, transposed_a ? a + i : a + i * lda, lda, b, ldb,
                                                    accumulate, c + i * ldc, ldc);
   }
   if constexpr (rows > 1) {
     if (i < m) {
       panel_product<T, vectors, transposed_a, rows - 1>(m - i, depth, transposed_a ? a + i : a + i * lda, lda,
-                                                        b, accumulate, c + i * ldc, ldc);
+                                                        b, ldb, accumulate, c + i * ldc, ldc);
     }
   }
 }
 
 // All rows of one panel, slice after slice of its depth.
 template <class T, int vectors, bool transposed_a>
-inline void sliced_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, bool accumulate,
-                           T* c, int64_t ldc) {
-  constexpr int64_t width = vectors * kLanes<T>, slice = kSliceBytes / (width * int64_t(sizeof(T)));
+inline void sliced_product(int64_t m, int64_t depth, const T* a, int64_t lda, const T* b, int64_t ldb,
+                           bool accumulate, T* c, int64_t ldc) {
+  constexpr int64_t slice = kSliceBytes / (kPanel<T> * int64_t(sizeof(T)));
   for (int64_t k = 0; k < max(depth, 1); k += slice) {
     panel_product<T, vectors, transposed_a>(m, min(slice, depth - k), transposed_a ? a + k * lda : a + k, lda,
-                                            b + k * width, accumulate || k > 0, c, ldc);
+                                            b + k * ldb, ldb, accumulate || k > 0, c, ldc);
   }
 }
 
-// The right operand of a product: panels [panel][rows][w] as pack.h makes them, of which rows begin .. begin+depth are
-// multiplied.
+// The right operand of a product: panels [panel][rows][w] as pack.h makes them of so many columns. Rows begin ..
+// begin+depth are multiplied.
 template <class T>
 struct Panels {
   const T* data;
-  int64_t rows, begin = 0;
+  int64_t columns, rows, begin = 0;
 };
 
-// n is the number of columns of B before padding; C needs padded(n) columns of room.
+// The first n columns of C, which needs padded(n) columns of room.
 template <class T, bool transposed_a>
 inline void matmul(int64_t m, int64_t n, int64_t depth, const T* a, int64_t lda, const Panels<T>& b,
                    bool accumulate, T* c, int64_t ldc) {
   const T* panel = b.data;
   for (int64_t j = 0; j < n; j += kPanel<T>) {
-    const int64_t width = padded<T>(min(kPanel<T>, n - j));
+    const int64_t width = padded<T>(min(kPanel<T>, b.columns - j));
     const T* first = panel + b.begin * width;
-    switch (width / kLanes<T>) {
-      case 1: sliced_product<T, 1, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc); break;
-      case 2: sliced_product<T, 2, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc); break;
+    switch (padded<T>(min(kPanel<T>, n - j)) / kLanes<T>) {
+      case 1:
+        sliced_product<T, 1, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
+        break;
+      case 2:
+        sliced_product<T, 2, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
+        break;
       case 3:
         if constexpr (kPanelVectors >= 3)
-          sliced_product<T, 3, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc);
+          sliced_product<T, 3, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
         break;
       case 4:
         if constexpr (kPanelVectors >= 4)
-          sliced_product<T, 4, transposed_a>(m, depth, a, lda, first, accumulate, c + j, ldc);
+          sliced_product<T, 4, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
         break;
     }
     panel += b.rows * width;

@@ -100,20 +100,56 @@ inline void write_row(void* dst, DType dtype, int64_t n, const T* src) {
   }
 }
 
-// The ways to read kLanes<T> elements of a row in memory as T.
+// Two vectors of 2 * kLanes elements: the first and the second half of them, or those at even and at odd places.
+template <class T>
+struct VecPair {
+  Vec<T> a, b;
+};
+
+// The ways to read kLanes<T> elements of a row in memory as T, and 2 * kLanes in the order that costs least.
 template <class T>
 struct ReadAsIs {
   using Element = T;
+  static constexpr bool kEvenAndOdd = false;
   static ATTN_INLINE Vec<T> vector(const T* p) { return load(p); }
+  static ATTN_INLINE VecPair<T> pair(const T* p) { return {load(p), load(p + kLanes<T>)}; }
 };
 struct ReadFloat16 {
   using Element = uint16_t;
+  static constexpr bool kEvenAndOdd = false;
   static ATTN_INLINE Vec<float> vector(const uint16_t* p) { return load_float16(p); }
+  static ATTN_INLINE VecPair<float> pair(const uint16_t* p) { return {vector(p), vector(p + kLanes<float>)}; }
 };
 struct ReadBFloat16 {
   using Element = uint16_t;
+  static constexpr bool kEvenAndOdd = true;  // a word holds two: one shift, one mask
   static ATTN_INLINE Vec<float> vector(const uint16_t* p) { return load_bfloat16(p); }
+  static ATTN_INLINE VecPair<float> pair(const uint16_t* p) {
+    const WordVec words = (WordVec)load(reinterpret_cast<const float*>(p));
+    return {(Vec<float>)(words << 16), (Vec<float>)(words & 0xffff0000u)};
+  }
 };
+
+// From halves to even and odd places, and back.
+struct EvenIndex {
+  static constexpr int at(int lane) { return 2 * lane; }
+};
+struct OddIndex {
+  static constexpr int at(int lane) { return 2 * lane + 1; }
+};
+template <int n, int first>
+struct MergeIndex {
+  static constexpr int at(int lane) { return (first + lane) / 2 + (lane % 2) * n; }
+};
+template <class T>
+ATTN_INLINE VecPair<T> even_and_odd(const VecPair<T>& x) {
+  return {shuffle<T>(x.a, x.b, EvenIndex{}), shuffle<T>(x.a, x.b, OddIndex{})};
+}
+template <class T>
+ATTN_INLINE VecPair<T> merged(const VecPair<T>& x) {
+  constexpr int n = kLanes<T>;
+  return {shuffle<T>(x.a, x.b, MergeIndex<n, 0>{}), shuffle<T>(x.a, x.b, MergeIndex<n, n>{})};
+}
 
 // use(reader) with the reader of dtype, so that loops over rows do not ask for it.
 template <class T, class Use>

@@ -3,6 +3,14 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
+// `keys` of n, widened to whole panels at the front, since products begin with one, and whole groups of dropout; and to
+// whole vectors at the end.
+template <class T>
+inline KeyRange whole_vectors(const KeyRange& keys, int64_t n) {
+  constexpr int64_t step = max(kPanel<T>, 8);
+  return {keys.begin / step * step, min(n, padded<T>(keys.end))};
+}
+
 template <class T>
 class ForwardProducts {
  public:
@@ -12,9 +20,8 @@ class ForwardProducts {
 
   // For units of up to `rows` queries. The flag is for products that cannot do with every number.
   ForwardProducts(const AttentionParams& p, int64_t rows, bool* /* in_range */)
-      : ld_out(padded<T>(p.dim_v)), p_(p), few_(p.len_q <= kFewQueries), ld_q_(padded<T>(p.dim_qk)) {
+      : ld_out(padded<T>(p.dim_v)), p_(p), ld_q_(padded<T>(p.dim_qk)) {
     q_ = scratch<T>(kQuery, rows * ld_q_);
-    if (few_) return;
     key_ = scratch<T>(kKey, kBlockKeys * p.dim_qk);
     value_ = scratch<T>(kValue, kBlockKeys * ld_out);
   }
@@ -24,66 +31,44 @@ class ForwardProducts {
   }
 
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n) {
-    b_ = b;
-    h_kv_ = h_kv;
-    j0_ = j0;
     n_ = n;
-    if (few_) return;
     pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, key_);
     pack_panels<T>(p_.v, b, h_kv, j0, n, p_.dim_v, false, value_);
   }
 
-  // The keys of the block, counted from its first, that a strip has to meet which sees `visible` of them: whole panels,
-  // and whole groups for dropout.
-  KeyRange meet(const KeyRange& visible) const {
-    constexpr int64_t step = max(kPanel<T>, 8);
-    return {visible.begin / step * step, min(n_, round_up(visible.end, step))};
-  }
+  // The keys of the block, counted from its first, that a strip has to meet which sees `visible` of them.
+  KeyRange meet(const KeyRange& visible) const { return whole_vectors<T>(visible, n_); }
 
   // scale * Q K^T of rows r0 .. r0+rows and these keys, to [rows][kBlockKeys].
   void scores(int64_t r0, int64_t rows, const KeyRange& keys, T* score) const {
-    const T* q = q_ + r0 * ld_q_;
-    const int64_t n = keys.end - keys.begin;
-    if (few_) {
-      FewQueries<T>::scores(p_.k, b_, h_kv_, j0_ + keys.begin, n, p_.dim_qk, q, ld_q_, rows, score,
-                            kBlockKeys);
-    } else {
-      const Panels<T> key = {key_ + keys.begin * p_.dim_qk, p_.dim_qk};
-      matmul<T, false>(rows, n, p_.dim_qk, q, ld_q_, key, false, score, kBlockKeys);
-    }
+    const Panels<T> key = {key_ + keys.begin * p_.dim_qk, n_ - keys.begin, p_.dim_qk};
+    matmul<T, false>(rows, keys.end - keys.begin, p_.dim_qk, q_ + r0 * ld_q_, ld_q_, key, false, score,
+                     kBlockKeys);
   }
 
   // out[rows][ld_out] = P V, or += where it is not the first.
   void add_values(int64_t rows, const KeyRange& keys, const T* prob, bool first, T* out) const {
-    const int64_t n = keys.end - keys.begin;
-    if (few_) {
-      for (int64_t x = 0; first && x < rows * ld_out; x++) out[x] = T(0);
-      FewQueries<T>::values(p_.v, b_, h_kv_, j0_ + keys.begin, n, p_.dim_v, prob, kBlockKeys, rows, out,
-                            ld_out);
-    } else {
-      matmul<T, false>(rows, p_.dim_v, n, prob, kBlockKeys, Panels<T>{value_, n_, keys.begin}, !first, out,
-                       ld_out);
-    }
+    matmul<T, false>(rows, p_.dim_v, keys.end - keys.begin, prob, kBlockKeys,
+                     Panels<T>{value_, p_.dim_v, n_, keys.begin}, !first, out, ld_out);
   }
 
   const int64_t ld_out;
 
  private:
   const AttentionParams& p_;
-  const bool few_;
   const int64_t ld_q_;
-  int64_t b_ = 0, h_kv_ = 0, j0_ = 0, n_ = 0;
-  T *q_, *key_ = nullptr, *value_ = nullptr;
+  int64_t n_ = 0;
+  T *q_, *key_, *value_;
 };
 
 // The backward's tiles have up to kRows queries and kKeys keys. Smaller key blocks than the forward's: three packed
 // copies of the keys and values, two score tiles and two gradient blocks share the L2 cache here (350 KiB at D 64 in
-// float). Scores come in strips [kStripRows][kStripKeys] of the tile: here all at once.
+// float). Scores come in strips [kStripRows][kStripKeys] of the tile, which leave out keys that none of their rows sees.
 template <class T>
 class GradProducts {
  public:
   static constexpr int64_t kRows = 96, kKeys = 128;
-  static constexpr int64_t kStripRows = kRows, kStripKeys = kKeys;
+  static constexpr int64_t kStripRows = 48, kStripKeys = kKeys;
   static constexpr bool kPlainStrips = false;  // see amx_products.h
   static constexpr int kExpDegree = SimdTypes<T>::kExpDegree;
 
@@ -93,6 +78,8 @@ class GradProducts {
     q_panels_ = scratch<T>(kQueryPanel, kRows * ld_q);
     grad_out_rows_ = scratch<T>(kGradOut, kRows * ld_v);
     grad_out_panels_ = scratch<T>(kGradOutPanel, kRows * ld_v);
+    prob_ = scratch<T>(kScore, kRows * kKeys);
+    grad_scores_ = scratch<T>(kGradScore, kRows * kKeys);
     key_transposed_ = scratch<T>(kKey, kKeys * p.dim_qk);
     key_panels_ = scratch<T>(kKeyPanel, kKeys * ld_q);
     value_transposed_ = scratch<T>(kValue, kKeys * p.dim_v);
@@ -129,42 +116,48 @@ class GradProducts {
   }
 
   // The keys of the tile that the rows from `row` on have to meet, when they see some of these.
-  KeyRange meet(int64_t /* row */, const KeyRange& /* visible */) const { return {0, n_}; }
+  KeyRange meet(int64_t row, const KeyRange& visible) {
+    const bool none = visible.begin >= visible.end;
+    return seen_[row / kStripRows] = none ? KeyRange{0, 0} : whole_vectors<T>(visible, n_);
+  }
+
+  // Where P and dS of a strip are to be made: in the tile, [kRows][kKeys].
+  T* prob_of(const Strip& s) const { return prob_ + s.row * kKeys + s.key; }
+  T* grad_of(const Strip& s) const { return grad_scores_ + s.row * kKeys + s.key; }
 
   // scale * Q K^T and dO V^T of a strip.
-  void scores(const Strip& /* all */, T* score) const {
+  void scores(const Strip& s, T* score) const {
+    const T* q = q_rows_ + s.row * ld_q;
     if (few_) {
-      FewQueries<T>::scores(p_.k, b_, h_kv_, j0_, n_, p_.dim_qk, q_rows_, ld_q, rows_, score, kKeys);
+      FewQueries<T>::scores(p_.k, b_, h_kv_, j0_ + s.key, s.keys, p_.dim_qk, q, ld_q, s.rows, score, kKeys);
     } else {
-      matmul<T, false>(rows_, n_, p_.dim_qk, q_rows_, ld_q, Panels<T>{key_transposed_, p_.dim_qk}, false,
-                       score, kKeys);
+      const Panels<T> key = {key_transposed_ + s.key * p_.dim_qk, n_ - s.key, p_.dim_qk};
+      matmul<T, false>(s.rows, s.keys, p_.dim_qk, q, ld_q, key, false, score, kKeys);
     }
   }
-  void grad_probs(const Strip& /* all */, T* grad) const {
-    matmul<T, false>(rows_, n_, p_.dim_v, grad_out_rows_, ld_v, Panels<T>{value_transposed_, p_.dim_v}, false,
-                     grad, kKeys);
+  void grad_probs(const Strip& s, T* grad) const {
+    const Panels<T> value = {value_transposed_ + s.key * p_.dim_v, n_ - s.key, p_.dim_v};
+    matmul<T, false>(s.rows, s.keys, p_.dim_v, grad_out_rows_ + s.row * ld_v, ld_v, value, false, grad,
+                     kKeys);
   }
 
-  // P and dS of a strip, for the products below.
-  void set_strip(const Strip& /* all */, const T* prob, const T* grad) {
-    prob_ = prob;
-    grad_scores_ = grad;
+  // The products below take P and dS from where they are. Blocks of keys that are partly in the strip meet it whole.
+  void set_strip(const Strip& s, T* prob, T* grad) const {
+    for (int64_t r = 0; r < s.rows; r++) {
+      for (int64_t j = block_begin(s.key) - s.key; j < 0; j++)
+        prob[r * kKeys + j] = grad[r * kKeys + j] = T(0);
+      for (int64_t j = s.keys; j < block_end(s.key + s.keys) - s.key; j++)
+        prob[r * kKeys + j] = grad[r * kKeys + j] = T(0);
+    }
   }
 
-  // grad_v += P^T dO
-  void add_grad_v(T* grad_v) const {
-    matmul<T, true>(n_, p_.dim_v, rows_, prob_, kKeys, Panels<T>{grad_out_panels_, rows_}, true, grad_v,
-                    ld_v);
-  }
-
-  // grad_k += dS^T Q
-  void add_grad_k(T* grad_k) const {
-    matmul<T, true>(n_, p_.dim_qk, rows_, grad_scores_, kKeys, Panels<T>{q_panels_, rows_}, true, grad_k,
-                    ld_q);
-  }
-  // grad_q[rows][ld] += dS K, for the rows of the strips that came last.
-  void add_grad_q(int64_t /* row */, int64_t rows, T* grad_q, int64_t ld) const {
-    matmul<T, false>(rows, p_.dim_qk, n_, grad_scores_, kKeys, Panels<T>{key_panels_, n_}, true, grad_q, ld);
+  void add_grad_v(T* grad_v) const { add_over_rows(p_.dim_v, prob_, grad_out_panels_, grad_v, ld_v); }
+  void add_grad_k(T* grad_k) const { add_over_rows(p_.dim_qk, grad_scores_, q_panels_, grad_k, ld_q); }
+  // grad_q[rows][ld] += dS K, for the rows of the tile from `row` on.
+  void add_grad_q(int64_t row, int64_t rows, T* grad_q, int64_t ld) const {
+    const KeyRange keys = seen_[row / kStripRows];
+    matmul<T, false>(rows, p_.dim_qk, keys.end - keys.begin, grad_scores_ + row * kKeys + keys.begin, kKeys,
+                     Panels<T>{key_panels_, p_.dim_qk, n_, keys.begin}, true, grad_q, ld);
   }
 
   // What grad_k or grad_v holds, as rows [kKeys][ld].
@@ -174,13 +167,43 @@ class GradProducts {
   const int64_t ld_q, ld_v;
 
  private:
+  // Keys in blocks as matmul takes them.
+  static int64_t block_begin(int64_t j) { return j / kBlockRows * kBlockRows; }
+  int64_t block_end(int64_t j) const { return min(n_, round_up(j, kBlockRows)); }
+
+  // The rows that meet the block with key j: one interval, since both ends of what a row sees grow with the row.
+  KeyRange rows_that_meet(int64_t j) const {
+    KeyRange rows = {0, 0};
+    for (int64_t i = 0; i < rows_; i += kStripRows) {
+      const KeyRange& seen = seen_[i / kStripRows];
+      if (j < block_begin(seen.begin) || j >= block_end(seen.end)) continue;
+      if (rows.end == 0) rows.begin = i;
+      rows.end = min(i + kStripRows, rows_);
+    }
+    return rows;
+  }
+
+  // c[keys][ldc] += a^T panels, over the rows that meet each block of keys.
+  void add_over_rows(int64_t width, const T* a, const T* panels, T* c, int64_t ldc) const {
+    for (int64_t j = 0, end; j < n_; j = end) {
+      const KeyRange rows = rows_that_meet(j);
+      for (end = block_end(j + 1); end < n_; end = block_end(end + 1)) {
+        const KeyRange next = rows_that_meet(end);
+        if (next.begin != rows.begin || next.end != rows.end) break;
+      }
+      if (rows.begin >= rows.end) continue;
+      matmul<T, true>(end - j, width, rows.end - rows.begin, a + rows.begin * kKeys + j, kKeys,
+                      Panels<T>{panels, width, rows_, rows.begin}, true, c + j * ldc, ldc);
+    }
+  }
+
   const AttentionParams& p_;
   const BackwardIO& io_;
   const bool few_;
   int64_t b_ = 0, h_kv_ = 0, j0_ = 0, n_ = 0, rows_ = 0;
   T *q_rows_, *q_panels_, *grad_out_rows_, *grad_out_panels_;
-  T *key_transposed_, *key_panels_, *value_transposed_;
-  const T *prob_ = nullptr, *grad_scores_ = nullptr;
+  T *prob_, *grad_scores_, *key_transposed_, *key_panels_, *value_transposed_;
+  KeyRange seen_[kRows / kStripRows] = {};  // by each strip
 };
 
 }  // namespace ATTN_ISA

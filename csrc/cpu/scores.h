@@ -213,6 +213,12 @@ inline void dropout_factors(const Dropout& dropout, int64_t b, int64_t h, int64_
     factor[j] = number >= dropout.threshold ? kept : T(0);
   }
 }
+template <class T>
+inline void drop(const Dropout& dropout, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t n, T* prob) {
+  T factor[kBlockKeys];
+  dropout_factors<T>(dropout, b, h, i, j0, n, factor);
+  for (int64_t j = 0; j < n; j++) prob[j] *= factor[j];
+}
 
 }  // namespace ATTN_ISA
 }  // namespace attn_ext
