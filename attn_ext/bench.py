@@ -47,13 +47,22 @@ ROWS = (
 )
 
 
+class Sample(NamedTuple):
+    seconds: float  # a call
+    limit: float  # what `limit` said around it, or NaN
+
+
 def measure(
-    functions: dict[str, Callable], seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Seconds a call, one number a round, by name.
+    functions: dict[str, Callable],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    limit: Callable[[], float] = lambda: math.nan,
+) -> dict[str, list[Sample]]:
+    """Samples of each function by name, one a round.
 
     A round takes one sample of each function, in an order that flips from round to round. Before each sample
-    the function is called once untimed, to find its own code and data in the caches, not its peer's.
+    the function is called once untimed, to find its own code and data in the caches, not its peer's. limit(),
+    what the machine could do at that moment, is asked before and after; its mean counts.
     """
 
     def sample(f: Callable, calls: int) -> float:
@@ -67,8 +76,10 @@ def measure(
     end = clock() + seconds
     while len(samples[order[0]]) < MIN_ROUNDS or clock() < end:
         for name in order:
+            before = limit()
             functions[name]()
-            samples[name].append(sample(functions[name], calls[name]))
+            taken = sample(functions[name], calls[name])
+            samples[name].append(Sample(taken, (before + limit()) / 2))
         order.reverse()
     return samples
 
@@ -124,7 +135,9 @@ def main() -> None:
             functions, name = functions_of(row, dtype), str(dtype).removeprefix("torch.")
             check_agreement(f"{row.name} {name}", dtype, functions)
             samples = measure(functions, SECONDS)
-            ours, theirs = (statistics.median(samples[side]) for side in ("attn_ext", "torch"))
+            ours, theirs = (
+                statistics.median(s.seconds for s in samples[side]) for side in ("attn_ext", "torch")
+            )
             print(
                 f"{row.name:<18}{row.queries:>8}{row.keys:>6}{row.head_dim:>5}  {name:<9}"
                 f"{ours * 1e3:>10.3f}{theirs * 1e3:>10.3f}{theirs / ours:>7.2f}",

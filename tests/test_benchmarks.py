@@ -31,7 +31,10 @@ def test_cpu_bench_times_every_kind_of_case_on_one_instruction_set(tmp_path):
     assert kinds == {
         (dtype, kind)
         for dtype in ("float32", "bfloat16")
-        for kind in ("full", "causal", "mask", "bias", "decode", "small", "module", "weights")
+        for kind in (
+            *("full", "causal", "window", "mask", "bias", "decode8", "decode32", "gqa"),
+            *("small", "module", "weights"),
+        )
     }
     assert {row["function"] for row in results} == {"attn_ext", "attn_ext.attention"}
     assert all(row["case"].strip() in out and row["ratio"] > 0 for row in results)

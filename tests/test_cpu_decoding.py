@@ -1,4 +1,4 @@
-"""Up to four queries a head on the CPU (csrc/cpu/decode.h): one read of the keys for a group of heads, by stretches."""
+"""Up to four queries a head (csrc/cpu/decode.h): a group of heads reads its keys at once, by stretches."""
 
 import pytest
 import torch
