@@ -84,6 +84,7 @@ def launch_plan(
         direction: "forward", "backward" or "jvp" (forward-mode AD).
         arch: "sm_80" and so on: the GPU that is planned for. For "sm_90", the environment variable
             ATTN_EXT_KERNELS chooses the kernels for Hopper where they can ("sm90") or never ("sm80", unset).
+            Forward mode has none.
         multiprocessors: how many it has; default: as many as a common GPU of that architecture. They decide
             how keys are split among blocks.
         out, lse: backward and jvp: what the forward returned. lse is (B, Hq, Nq), or (B, Hq, Nq, 2): the two

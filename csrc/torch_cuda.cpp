@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const
                                          ATTN_OPTION_PARAMETERS) {
   const cuda::Backend& backend = require_backend();
   const int32_t device = q.get_device_index();
-  Jvp call(q, k, v, out, lse_parts, ATTN_TANGENTS, ATTN_OPTIONS, backend.target(device));
+  Jvp call(q, k, v, out, lse_parts, ATTN_TANGENTS, ATTN_OPTIONS, as_wished(backend.target(device)));
   backend.launch(call.plan, device);
   return {std::move(call.result.tangent_out), std::move(call.result.tangent_lse)};
 }
@@ -203,7 +203,7 @@ std::vector<Tensor> attention_jvp_plan(const Tensor& q, const Tensor& k, const T
                                        const Tensor& lse_parts, ATTN_TANGENT_PARAMETERS, int64_t architecture,
                                        int64_t multiprocessors, ATTN_OPTION_PARAMETERS) {
   const Jvp call(q, k, v, out, lse_parts, ATTN_TANGENTS, ATTN_OPTIONS,
-                 {int(architecture), int(multiprocessors)});
+                 as_wished({int(architecture), int(multiprocessors)}));
   return described(to_json(call.plan, cuda::jvp_buffers(call.problem, call.result.views)),
                    {call.result.tangent_out, call.result.tangent_lse}, std::nullopt, call.memory);
 }

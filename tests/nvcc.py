@@ -61,6 +61,16 @@ def ptxas_says(text, arch):
         return done.stdout + done.stderr
 
 
+def output_of(name, directory, *sources):
+    """What tests/cpp/<name>.cpp prints: host code, with these files of csrc/ and without CUDA's runtime."""
+    program = directory / name
+    files = [ROOT / "tests" / "cpp" / f"{name}.cpp", *(CSRC / source for source in sources)]
+    options = ("-x", "c++", "-std=c++17", "-cudart", "none", "-I", CSRC)
+    command = [compiler()[0], *options, "-o", program, *files]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return subprocess.check_output(program, text=True, timeout=60)
+
+
 def included(path):
     """The file and every file of csrc/ that it includes, directly or not."""
     found, todo = {}, [Path(path).resolve()]

@@ -47,10 +47,6 @@ REDUNDANT = {  # regular expression on "kernel: Mutation": why it may go unnotic
     "those of the backward's row terms are asynchronous. The source is float32's, which needs each",
     r"_jvp_tf32_.*bar\.warp\.sync.*\(jvp\.cuh:.* the tile": "in TF32 a thread reads only its own numbers "
     "of the tile. The source is float32's, where it reads whole rows",
-    r"_sm90_.*fence\.mbarrier_init": "in ptxrun copies see an mbarrier as soon as it is initialised; the "
-    "PTX ISA promises that after this fence",
-    r"_sm90_.*fence\.proxy\.async": "the one before the next Q is copied: in ptxrun a copy may overwrite "
-    "what its mbarrier orders; the PTX ISA wants a fence between ordinary and asynchronous accesses",
 }
 
 

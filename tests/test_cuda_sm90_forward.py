@@ -5,10 +5,10 @@ tiles, so that the ring of two stages goes round.
 """
 
 import math
-import subprocess
 
 import cuda_kernels
 import hopper
+import nvcc
 import pytest
 import torch
 from hopper import on_each_device, rows_first
@@ -186,17 +186,43 @@ def test_tensor_maps_describe_the_tensors():
     assert {m.params_offset % 64 for m in launch.tensor_maps} == {0}
 
 
-@cuda_kernels.nvcc.needed
+@nvcc.needed
 def test_every_tile_is_taken_once_and_causal_work_is_shared_out_evenly(tmp_path):
-    program, source = tmp_path / "block_tiles", cuda_kernels.nvcc.ROOT / "tests" / "cpp" / "block_tiles.cpp"
-    options = ("-x", "c++", "-std=c++17", "-cudart", "none", "-I", cuda_kernels.nvcc.CSRC)
-    subprocess.run([cuda_kernels.nvcc.compiler()[0], *options, "-o", program, source], check=True, timeout=60)
-    lines = subprocess.check_output(program, text=True, timeout=60).splitlines()
+    lines = nvcc.output_of("block_tiles", tmp_path).splitlines()
     for line in lines:
         once, busiest = line.split()
         assert once == "1"
         assert float(busiest) < 1.04
     assert len(lines) == 4
+
+
+# What is in the names of the forward's and the backward's kernels, or in the error, for the problems of
+# tests/cpp/hopper_plans.cpp.
+PLANS = {
+    "nothing special": ("_sm90_", "_sm90_"),
+    "the last tile that is counted": ("_sm90_", "CUDA launches up to 2147483647"),
+    "a tile more": ("_sm80_", "CUDA launches up to 2147483647"),
+    "more than a grid": ("_sm80_f16_d64 would need 2147483648 blocks", "CUDA launches up to 2147483647"),
+    "q at 8 bytes": ("_sm80_", "_sm80_"),
+    "dO at 8 bytes": ("_sm90_", "_sm80_"),
+    "rows of k 8 bytes on": ("_sm80_", "_sm80_"),
+    "heads of v 0 bytes on": ("_sm80_", "_sm80_"),
+    "batches of q 2^40 bytes on": ("_sm80_", "_sm80_"),
+    "batches of q 16 bytes less on": ("_sm90_", "_sm90_"),
+    "heads of k, which is one, anywhere": ("_sm90_", "_sm90_"),
+    "no keys": ("_sm80_", "_sm80_"),
+}
+
+
+@nvcc.needed
+def test_what_32_bits_cannot_count_and_tma_cannot_address_takes_the_sm80_kernels(tmp_path):
+    lines = nvcc.output_of("hopper_plans", tmp_path, "cuda/launch_plan.cpp").splitlines()
+    plans = {name: plan for name, *plan in (line.split("|") for line in lines)}
+    assert list(plans) == list(PLANS)
+    for name, wanted in PLANS.items():
+        for plan, word in zip(plans[name], wanted, strict=True):
+            assert word in plan, name
+            assert word == "_sm90_" or "_sm90_" not in plan, name
 
 
 def test_one_block_a_multiprocessor_and_none_without_a_tile():
@@ -215,6 +241,20 @@ def test_the_environment_chooses(monkeypatch):
         assert kernel_of(q, k, v) == "attn_fwd_sm80_f16_d64"
     monkeypatch.delenv("ATTN_EXT_KERNELS")
     assert kernel_of(q, k, v) == "attn_fwd_sm80_f16_d64"
+
+
+def test_an_unknown_wish_is_an_error_in_every_direction(monkeypatch):
+    q, k, v = half(len_q=120)
+    saved = {"out": q, "lse": torch.zeros(1, 2, 120)}
     monkeypatch.setenv("ATTN_EXT_KERNELS", "hopper")
-    with pytest.raises(RuntimeError, match="ATTN_EXT_KERNELS is 'hopper', must be sm80, sm90 or not set"):
-        kernel_of(q, k, v)
+    for direction in ({}, {"direction": "backward", "grad_out": q, **saved}, {"direction": "jvp", **saved}):
+        with pytest.raises(RuntimeError, match="ATTN_EXT_KERNELS is 'hopper', must be sm80, sm90 or not set"):
+            attn_ext.launch_plan(q, k, v, arch="sm_90", **direction)
+
+
+def test_forward_mode_takes_the_sm80_kernel():
+    q, k, v = half(len_q=120)
+    plan = attn_ext.launch_plan(
+        q, k, v, direction="jvp", arch="sm_90", out=q, lse=torch.zeros(1, 2, 120), tangents={"q": q}
+    )
+    assert [launch.kernel for launch in plan.launches] == ["attn_jvp_sm80_f16_d64"]

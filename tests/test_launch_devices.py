@@ -1,7 +1,5 @@
 """Known faults with several GPUs: work done on the current device, and launches whose errors are lost."""
 
-import subprocess
-
 import nvcc
 import ptxrun
 import pytest
@@ -26,25 +24,19 @@ current: 0
 """
 
 
-def output_of(name, directory):
-    """What a program of tests/cpp prints that is the launcher with a CUDA runtime of its own."""
-    program = directory / name
-    sources = [nvcc.CSRC / "cuda" / file for file in ("launch.cu", "tensor_map.cu")]
-    sources.append(nvcc.ROOT / "tests" / "cpp" / f"{name}.cpp")
-    command = [nvcc.compiler()[0], "-x", "c++", "-std=c++17", "-cudart", "none", "-I", nvcc.CSRC]
-    subprocess.run([*command, "-o", program, *sources], check=True, capture_output=True, timeout=120)
-    return subprocess.check_output(program, text=True, timeout=60)
+LAUNCHER = ("cuda/launch.cu", "cuda/tensor_map.cu")  # built with a CUDA runtime of the program's own
 
 
 @nvcc.needed
 def test_a_plan_runs_on_the_device_of_its_tensors(tmp_path):
     # flashinfer#452, #924, flash-attention#1793; pytorch#142228: an error of a launch that nobody asked for
-    assert output_of("launch_on_devices", tmp_path) == EXPECTED
+    assert nvcc.output_of("launch_on_devices", tmp_path, *LAUNCHER) == EXPECTED
 
 
 @nvcc.needed
 def test_tensor_maps_are_encoded_at_launch_and_old_drivers_are_told_apart(tmp_path):
-    old_driver, params, refused, not_built = output_of("launch_tensor_maps", tmp_path).splitlines()
+    output = nvcc.output_of("launch_tensor_maps", tmp_path, *LAUNCHER)
+    old_driver, params, refused, not_built = output.splitlines()
     assert "no cuTensorMapEncodeTiled" in old_driver
     assert "ATTN_EXT_KERNELS" in old_driver
     params = bytes.fromhex(params)

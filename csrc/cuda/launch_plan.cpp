@@ -149,15 +149,16 @@ Plan plan_decode(const AttentionParams& p, ForwardParams params, void* workspace
 
 // Where the arrays of BackwardParams lie in the workspace.
 struct BackwardWorkspace {
+  const bool hopper;  // the kernels of sm90/ read it
   int64_t bytes = 0, row_stride = 0;
 
-  BackwardWorkspace(const AttentionParams& p, const BackwardIO& io, const Target& target) {
+  BackwardWorkspace(const AttentionParams& p, const BackwardIO& io, const Target& target)
+      : hopper(takes_sm90_backward(p, io, target)) {
     const int64_t heads = p.batch * p.heads_q, size = p.q.dtype == DType::kFloat64 ? 8 : 4;
     const int head_dim = bucket(p);
     const bool full = backward_needs_full(p);
     if (head_dim != 0) {
-      row_stride = takes_sm90_backward(p, io, target) ? sm90::backward_row_stride(p, sm90::backward_bucket(p))
-                                                      : backward_row_stride(p);
+      row_stride = hopper ? sm90::backward_row_stride(p, sm90::backward_bucket(p)) : backward_row_stride(p);
       term_size_ = row_term_size(full);
       terms_ = take(4 * heads * row_stride * term_size_);
     }
@@ -360,7 +361,7 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
 
   add("attn_bwd_rows_" + (simt::in_tf32(p) ? "tf32" : type),
       rows_blocks(p, head_dim != 0 ? layout.row_stride : p.len_q), kBackwardRowThreads, 0);
-  if (takes_sm90_backward(p, io, target)) {
+  if (layout.hopper) {
     const auto add_sm90 = [&](const std::string& family, sm90::BackwardLaunch sizes) {
       plan.push_back(make_launch(family + "_sm90_" + type + "_d" + std::to_string(sm90::backward_bucket(p)),
                                  sizes.grid, sm90::kBackwardThreads, sizes.shared_bytes,
@@ -397,6 +398,7 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
   return plan;
 }
 
+// Forward mode has no kernels for Hopper: there it takes those of sm_80 whatever the target wishes.
 Plan plan_jvp(const AttentionParams& p, const JvpIO& io, const Target&) {
   check_sizes(p);
   if (p.batch * p.heads_q * p.len_q == 0) return {};

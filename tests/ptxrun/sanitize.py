@@ -40,6 +40,7 @@ class Sanitizer:
         self.K = np.zeros((T, T + n_async), np.int32)
         self.ws = np.zeros(self.W, np.int32)
         self.fence = np.zeros(T, np.int32)  # last fence.proxy.async
+        self.init_fence = np.zeros(T, np.int32)  # last fence.mbarrier_init, or fence.proxy.async
         self.dirty = np.zeros(self.W, bool)
         self.floor = np.zeros(blocks, np.int32)  # of each block
         self.low, self.now = 0, 1  # low: the least floor
@@ -57,7 +58,7 @@ class Sanitizer:
         self.now += 1
         self.dirty[:] = False
         self.cols.clear()
-        self.fence[:] = self.low
+        self.fence[:] = self.init_fence[:] = self.low
 
     def reset(self, collectives):
         """As new, for another launch.  collectives: do they order their warp's accesses?"""
@@ -201,26 +202,40 @@ class Sanitizer:
     def async_read(self, tid, key, gr, pc, proxy=True):
         """Async-proxy read of granules gr issued by thread `tid` (wgmma, TMA store)."""
         wt = self.wtime[gr]
-        w = self.wt[gr]
         if wt.max() > self.low:
             self._check_w(np.array([tid]), None, gr[None, :], wt[None, :], pc, "read", False)
         if proxy:
-            gen = (w < self.T) & (wt < PENDING)
-            bad = gen & (self.fence[np.where(gen, w, 0)] < wt) & (self.fence[tid] < wt)
-            if bad.any():
-                i = int(bad.argmax())
-                self._report(
-                    RaceError,
-                    f"async-proxy read of shared {int(gr[i]) * self.g:#x} without fence.proxy.async after "
-                    f"the generic write by thread {int(w[i])}",
-                    pc,
-                    int(self.wpc[gr[i]]),
-                )
+            self._check_proxy(tid, gr, wt, pc, "read")
         c = self.col(key)
         self.rtag[self.rows + c - self.T, gr] = self.now * 32
         self.rpc[gr] = pc
         self.last = self.now
         return c
+
+    def _check_proxy(self, tid, gr, wt, pc, what):
+        """Thread `tid` lets the async proxy at granules: it or their writer must have fenced the write."""
+        self._check_fence(self.fence, tid, gr, wt, pc, f"async-proxy {what}", "fence.proxy.async")
+
+    def signalled(self, tid, addr, pc):
+        """A copy issued by thread `tid` will arrive at the mbarrier at addr."""
+        gr = self.granules(np.array([addr]), 8)
+        self._check_fence(
+            self.init_fence, tid, gr, self.wtime[gr], pc, "signal to the mbarrier", "fence.mbarrier_init"
+        )
+
+    def _check_fence(self, last, tid, gr, wt, pc, what, fence):
+        w = self.wt[gr]
+        generic = (w < self.T) & (wt < PENDING)
+        bad = generic & (last[np.where(generic, w, 0)] < wt) & (last[tid] < wt)
+        if bad.any():
+            i = int(bad.argmax())
+            self._report(
+                RaceError,
+                f"{what} of shared {int(gr[i]) * self.g:#x} without {fence} after the generic write by "
+                f"thread {int(w[i])}",
+                pc,
+                int(self.wpc[gr[i]]),
+            )
 
     def async_write(self, tid, key, gr, pc):
         wt = self.wtime[gr][None, :]
@@ -228,6 +243,7 @@ class Sanitizer:
         if ((wt > self.low) & (wt != POISON)).any():
             self._check_w(t, None, gr[None, :], wt, pc, "write", False)
         self._check_r(t, None, gr[None, :], pc)
+        self._check_proxy(tid, gr, wt[0], pc, "write")
         c = self.col(key)
         self.wtime[gr], self.wt[gr], self.wpc[gr] = self.now, c, pc
         self.atomic[gr] = False

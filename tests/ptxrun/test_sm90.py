@@ -17,9 +17,13 @@ from ptxrun.toys import bf16, build, rng, run, unbf16
 pytestmark = nvcc.needed
 
 SM90 = """
+#ifndef INIT_FENCE
+#define INIT_FENCE asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory")
+#endif
 struct alignas(64) Map { char b[128]; };
 __device__ inline void mb_init(u64 *b, int n) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(smem_u32(b)), "r"(n) : "memory"); }
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(smem_u32(b)), "r"(n) : "memory");
+  INIT_FENCE; }
 __device__ inline void mb_expect(u64 *b, int n) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
     :: "r"(smem_u32(b)), "r"(n) : "memory"); }
@@ -48,7 +52,7 @@ COPY = """
 K k(const __grid_constant__ Map in, const __grid_constant__ Map out, int x, int y, uint16_t *raw) {
   extern __shared__ __align__(1024) uint16_t s[]; __shared__ u64 bar; int t = threadIdx.x;
   if (t == 0) { mb_init(&bar, 1); }
-  __syncthreads();
+  BEFORE; __syncthreads();
   if (t == 0) { mb_expect(&bar, 64 * 32 * 2); tma2(s, &in, x, y, &bar); }
   WAIT;
   for (int i = t; i < 2048; i += blockDim.x) raw[i] = s[i];
@@ -58,10 +62,13 @@ K k(const __grid_constant__ Map in, const __grid_constant__ Map out, int x, int 
 }"""
 
 
-def tma_copy(swizzle, x, y, wait="mb_wait(&bar, 0)", fence="FENCE", sync="__syncthreads()"):
+def tma_copy(
+    swizzle, x, y, wait="mb_wait(&bar, 0)", fence="FENCE", sync="__syncthreads()", before="", first=""
+):
     """Copies the box at (x, y) through shared memory, adding 1."""
     a = np.arange(100 * 96, dtype=np.uint16).reshape(100, 96)
-    m = build90(COPY.replace("WAIT", wait).replace("FENCE1", fence).replace("SYNC", sync))
+    source = COPY.replace("WAIT", wait).replace("FENCE1", fence).replace("SYNC", sync)
+    m = build(first + SM90 + source.replace("BEFORE", before), "sm_90a")
     g, o, raw = m.mem.array(a), m.mem.array(np.zeros_like(a)), np.zeros(2048, np.uint16)
     maps = [TensorMap.for_array(z, [64, 32], swizzle) for z in (g, o)]
     m.launch("k", 1, 128, [*maps, np.int32(x), np.int32(y), raw], dynamic_smem=4096)
@@ -83,6 +90,10 @@ def test_tma_copy_with_bounds_and_swizzle(swizzle, xy):
     tma_copy(swizzle, *xy)
 
 
+def test_a_tma_copy_may_overwrite_what_was_written_before_a_fence():
+    tma_copy("128B", 0, 0, before="s[t] = 0; FENCE")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -90,6 +101,8 @@ def test_tma_copy_with_bounds_and_swizzle(swizzle, xy):
         ({"wait": "if (t < 32) mb_wait(&bar, 0)"}, "not ordered"),
         ({"fence": ""}, r"fence\.proxy\.async"),
         ({"sync": ""}, "not ordered"),
+        ({"first": "#define INIT_FENCE\n"}, r"without fence\.mbarrier_init"),
+        ({"before": "s[t] = 0"}, r"async-proxy write .* without fence\.proxy\.async"),
     ],
 )
 def test_tma_faults(change, message):

@@ -6,8 +6,9 @@
 //
 //   S = Q K(j)^T  and  O += P(j+1) V(j+1),
 //
-// and while the tensor cores are at the second, computes P(j) = exp2(scale * S - maximum) of the first. Consumers take
-// turns at starting products, so that one computes exponentials while the other's products run.
+// and while the tensor cores are at the first, scales O down to the maximum that P(j+1) has; while they are at the second,
+// it computes P(j) = exp2(scale * S - maximum) of the first. Consumers take turns at starting products, so that one
+// computes exponentials while the other's products run.
 #pragma once
 
 #include "../tile/visibility.cuh"
@@ -126,9 +127,9 @@ struct ForwardConsumer {
   static constexpr bool kBands = HeadDim != 128 || Variant == ForwardVariant::kBanded;
   // Named barriers: 1 .. consumers hand over the turn; then one of all consumers.
   static constexpr int kFirstTurn = 1, kAllConsumers = kFirstTurn + kTile.consumers;
-  // How many of a tile's score fragments become exponentials before the wait for O += P V: 9/16, found by trying with
-  // the assembler's schedule. Fewer, and the wait is idle; more, and the next products start late.
-  static constexpr int kBeforeWait = (kKeys / 8 * 9 + 15) / 16;
+  // How many of a tile's score fragments become exponentials before the wait for O += P V: 10/16, found by trying
+  // with the assembler's schedule. Fewer, and the wait is idle; more, and the next products start late.
+  static constexpr int kBeforeWait = (kKeys / 8 * 10 + 15) / 16;
 
   const ForwardShared<HeadDim, Variant>& shared;
   const float scale_log2;
@@ -143,6 +144,7 @@ struct ForwardConsumer {
   FragmentC out[HeadDim / 8];  // sum of exp(s - maximum) v
   FragmentA prob[kKeys / 16];  // P of the tile before
   RowSoftmax softmax;
+  float factor[2];  // what O is yet to be multiplied with, by row: the maximum has grown
 
   __device__ __forceinline__ ForwardConsumer(const ForwardShared<HeadDim, Variant>& shared_memory,
                                              const AttentionParams& p, int warp)
@@ -209,7 +211,6 @@ struct ForwardConsumer {
     key.advance();
 
     if (masked) hide(s, work.visible, work.row, work.tiles.last * kKeys);
-    float factor[2];
     softmax.begin(s, scale_log2, factor);
     softmax.template exponentials<0, kKeys / 8>(s, scale_log2);
     softmax.end(factor);
@@ -237,6 +238,12 @@ struct ForwardConsumer {
     named_barrier_sync<kThreads>(kAllConsumers);  // everybody's zeros
   }
 
+  // O, relative to the maximum that P has.
+  __device__ __forceinline__ void rescale() {
+#pragma unroll
+    for (int i = 0; i < HeadDim / 2; i++) out[i / 4].reg[i % 4] *= factor[i / 2 % 2];
+  }
+
   // One tile of keys: its scores and probabilities, beside the product of the probabilities before.
   template <bool Masked>
   __device__ __forceinline__ void step(const ForwardWork<HeadDim, Variant>& work, int tile) {
@@ -244,12 +251,13 @@ struct ForwardConsumer {
     shared.key_barriers.full(key.stage).wait(key.parity);
     take_turn();
     pin(s);
-    pin(prob);
-    pin(out);
     fence_operands();
     multiply<Half, HeadDim / 16, false>(s, queries, keys + key.stage * kTile.key_bytes());
     commit_products();
+    rescale();  // beside S
     shared.value_barriers.full(value.stage).wait(value.parity);
+    pin(prob);
+    pin(out);
     fence_operands();
     multiply<Half, true>(out, prob, values + value.stage * kTile.key_bytes());
     commit_products();
@@ -260,7 +268,6 @@ struct ForwardConsumer {
     key.advance();
 
     if constexpr (Masked) hide(s, work.visible, work.row, tile * kKeys);
-    float factor[2];
     softmax.begin(s, scale_log2, factor);
     softmax.template exponentials<0, kBeforeWait>(s, scale_log2);
     softmax.hold_wait(shared.queries, scale_log2);
@@ -271,13 +278,12 @@ struct ForwardConsumer {
     value.advance();
     softmax.template exponentials<kBeforeWait, kKeys / 8>(s, scale_log2);
     softmax.end(factor);
-#pragma unroll
-    for (int i = 0; i < HeadDim / 2; i++) out[i / 4].reg[i % 4] *= factor[i / 2 % 2];
     pack_probabilities(s);
   }
 
   // The product of the last probabilities.
   __device__ __forceinline__ void last_step() {
+    rescale();
     shared.value_barriers.full(value.stage).wait(value.parity);
     pin(prob);
     pin(out);

@@ -12,13 +12,7 @@ namespace attn_ext::cuda::sm90 {
 ATTN_HOST_DEVICE inline BlockPlace place_of_tile(const AttentionParams& p, uint32_t number, int rows) {
   const uint32_t tiles = uint32_t((p.len_q + rows - 1) / rows);
   const uint32_t heads = uint32_t(p.batch * p.heads_q);
-  uint32_t section = 1;
-  if (p.causal != Causal::kNone) {
-    constexpr uint32_t kCache = 32 << 20;
-    const int64_t bytes = 2 * p.len_k * (p.dim_qk + p.dim_v);  // K and V of one head, which serves a group
-    const uint64_t cached = uint64_t(p.group()) * (bytes > kCache ? 1 : kCache / uint32_t(bytes));
-    section = cached < heads ? uint32_t(cached) : heads;
-  }
+  const uint32_t section = p.causal == Causal::kNone ? 1 : heads_in_cache(p, 32 << 20);
   const uint32_t index = number / (section * tiles), last = (heads - 1) / section;
   const uint32_t first_head = index * section;
   const uint32_t rank = number - first_head * tiles;

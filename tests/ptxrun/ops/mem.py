@@ -234,11 +234,12 @@ def cache_policy(M, ins):
 @op("fence")
 def fence(M, ins):
     proxy = ins.has("proxy") and ins.has("async", "async::shared::cta", "async.shared::cta")
-    if not proxy or not M.san:
+    if not M.san or not (proxy or ins.has("mbarrier_init")):
         return lambda m: None
-    last = M.san.fence
+    fenced = (M.san.fence, M.san.init_fence) if proxy else (M.san.init_fence,)
 
     def run(m):
-        last[M.active(m)] = M.san.now
+        for last in fenced:
+            last[M.active(m)] = M.san.now
 
     return run

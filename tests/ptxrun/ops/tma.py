@@ -140,6 +140,8 @@ def load(M, ins, tensor):
             dst, src, ba = (int(f(one)[0]) for f in (da, sa, mb))
             dst, ba = dst & (SHARED_BASE - 1), ba & (SHARED_BASE - 1)
             bar = mbar.get(M, ba, int(t))
+            if M.san:
+                M.san.signalled(int(t), ba, ins.pc)
             if tensor:
                 tm = tensor_map(M, src)
                 ga, ok = tile(tm, cf(t))
