@@ -38,6 +38,13 @@ def test_cpu_bench_times_every_kind_of_case_on_one_instruction_set(tmp_path):
     }
     assert {row["function"] for row in results} == {"attn_ext", "attn_ext.attention"}
     assert all(row["case"].strip() in out and row["ratio"] > 0 for row in results)
+    timed = [row for row in results if row["kind"] not in ("small", "module", "weights")]
+    assert all(0 < share < 1000 for row in timed for share in row["percent_of_limit"])
+
+    pytest.importorskip("matplotlib")
+    out = run("cpu_plots.py", path, tmp_path / "cpu")
+    assert out.split() == [f"{tmp_path}/cpu_full.png", f"{tmp_path}/cpu_causal.png"]
+    assert all(Path(picture).stat().st_size > 1000 for picture in out.split())
 
 
 def test_memory_measures_in_processes_of_their_own():

@@ -77,11 +77,11 @@ struct OnlineSoftmax {
     // No key took part: 0, whatever hidden values were multiplied by 0.
     for (int64_t d = 0; d < ld; d += kLanes<T>) store<T>(o + d, empty ? Vec<T>{} : load(o + d) * factor);
     write_row<T>(to.out.at(b, h, i, 0), to.out.dtype, p.dim_v, o);
-    const double log_sum = total == T(0) ? 0.0 : __builtin_log(double(total));
+    const T log_sum = total == T(0) ? T(0) : log(total);
     T* parts = reinterpret_cast<T*>(to.lse_parts.at(b, h, i, 0));
     parts[0] = largest;
-    parts[1] = T(log_sum);
-    *reinterpret_cast<T*>(to.lse.at(b, h, i, 0)) = T(double(largest) + log_sum);
+    parts[1] = log_sum;
+    *reinterpret_cast<T*>(to.lse.at(b, h, i, 0)) = T(double(largest) + double(log_sum));
   }
 };
 

@@ -128,22 +128,41 @@ class Scores {
   }
 
   // A bias of -inf hides the key whatever its product is, NaN included.
+  static ATTN_INLINE Vec<T> with_term(Vec<T> logit, Vec<T> term) {
+    return term == -infinity<T>() ? term : logit + term;
+  }
+
+  // Rows of a bias lie far apart, so that no stream of addresses announces the next ones: they are asked for early.
+  static constexpr int64_t kRowsAhead = 4;
+
   void add(const StridedView& term, T* row, int64_t i, int64_t j0, int64_t n) const {
-    T values[kBlockKeys];
-    read_strided<T>(term.at(b_, h_, i, j0), term.dtype, term.stride[3], n, values);
-    for (int64_t j = 0; j < n; j++) {
-      row[j] = values[j] == -infinity<T>() ? -infinity<T>() : row[j] + values[j];
+    constexpr int lanes = kLanes<T>;
+    if (term.stride[3] != 1) {
+      T values[kBlockKeys];
+      read_strided<T>(term.at(b_, h_, i, j0), term.dtype, term.stride[3], n, values);
+      for (int64_t j = 0; j < n; j++) row[j] = with_term(splat<T>(row[j]), splat<T>(values[j]))[0];
+      return;
     }
+    with_reader<T>(term.dtype, [&](auto reader) {
+      using Reader = decltype(reader);
+      const auto* values = reinterpret_cast<const typename Reader::Element*>(term.at(b_, h_, i, j0));
+      const int64_t ahead = kRowsAhead * term.stride[2];
+      for (int64_t j = 0; j < n; j += lanes) {
+        __builtin_prefetch(values + ahead + j);
+        store<T>(row + j, with_term(load(row + j), read_vector<T, Reader>(values + j, term.dtype, 0, n - j)));
+      }
+    });
   }
 
   void hide(T* row, int64_t i, int64_t j0, int64_t n) const {
     const char* mask = p_.bool_mask.at(b_, h_, i, j0);
-    const int64_t step = p_.bool_mask.stride[3];
-    if (step == 1) {
-      for (int64_t j = 0; j < n; j++) row[j] = mask[j] ? row[j] : -infinity<T>();
-    } else {
-      for (int64_t j = 0; j < n; j++) row[j] = mask[j * step] ? row[j] : -infinity<T>();
+    const int64_t step = p_.bool_mask.stride[3], ahead = kRowsAhead * p_.bool_mask.stride[2];
+    int64_t j = 0;
+    for (; step == 1 && j + kLanes<T> <= n; j += kLanes<T>) {
+      __builtin_prefetch(mask + ahead + j);
+      store<T>(row + j, where<T>(mask + j, load(row + j), -infinity<T>()));
     }
+    for (; j < n; j++) row[j] = mask[j * step] ? row[j] : -infinity<T>();
   }
 
   bool any_block(int64_t i0, int64_t rows, int64_t key_block) const {

@@ -75,6 +75,25 @@ ATTN_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
   return a < b ? a : b;
 }
 
+// x in the lanes whose byte of a bool tensor is true, `other` in the others.
+template <class T>
+ATTN_INLINE Vec<T> where(const char* bytes, Vec<T> x, T other) {
+#if ATTN_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) {
+    const __m128i seen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+    return (Vec<T>)_mm512_mask_blend_ps(_mm_test_epi8_mask(seen, seen), _mm512_set1_ps(other), (__m512)x);
+  }
+#elif ATTN_VECTOR_BYTES == 32
+  if constexpr (sizeof(T) == 4) {
+    const __m256i seen = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+    const __m256i hidden = _mm256_cmpeq_epi32(seen, _mm256_setzero_si256());
+    return (Vec<T>)_mm256_blendv_ps((__m256)x, _mm256_set1_ps(other), (__m256)hidden);
+  }
+#endif
+  for (int l = 0; l < kLanes<T>; l++) x[l] = bytes[l] ? x[l] : other;
+  return x;
+}
+
 template <class T>
 constexpr T infinity() {
   return T(__builtin_inf());
@@ -213,6 +232,9 @@ ATTN_INLINE Vec<T> exp(Vec<T> x) {
   const Vec<T> shifted = x * T(kLog2E) + S::kMagic;
   return exp2_of_parts<T, S::kExpDegree>(shifted, x * T(kLog2E) - (shifted - S::kMagic));
 }
+
+inline float log(float x) { return __builtin_logf(x); }
+inline double log(double x) { return __builtin_log(x); }
 
 // tanh(x) = -sign(x) e / (2 + e) with e = exp(-2 |x|) - 1. Where the exponent needs no whole power of 2, e comes from
 // the series without its leading 1, so that small x keep their relative accuracy: the result is multiplied by a cap
