@@ -62,7 +62,7 @@ def figure(results: dict, kind: str) -> Figure | None:
         axes.set_xlabel("N")
     about = results["environment"]
     found.suptitle(
-        f"{'causal' if kind == 'causal' else 'no mask'}, B 1, H 8, {about['threads']}\n"
+        f"{'causal' if kind == 'causal' else 'no mask'}, B 1, H 8, threads {about['threads']}\n"
         f"{about['cpu']}\n{about['isa']}; {about['versions']}; {about['date']}",
         fontsize=8,
     )
