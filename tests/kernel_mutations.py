@@ -166,8 +166,8 @@ def cases_of(dtype, sizes, *, direction, full, tf32=False, more=()):
     return [case(o) for o in options]
 
 
-def hopper_backward_cases(dtype, dim, of_keys):
-    """For the Hopper dK/dV kernel (`of_keys`) or dQ kernel: five tiles or more in its stream of three stages.
+def hopper_backward_cases(dtype, dim):
+    """Several tiles of queries for their ring of two stages, and blocks that add to a tile of dQ in turn.
 
     Lengths or a band end inside the last tile, inside the first, and nowhere. What nobody sees is infinite or
     NaN.
@@ -180,13 +180,13 @@ def hopper_backward_cases(dtype, dim, of_keys):
             v[:, :, unseen_k] = float("nan")
         return lambda call: oracle.check(q, k, v, call=call, **options)
 
-    len_q, len_k = (290, 150) if of_keys else (150, 600)
-    ends = {"query_lengths": [len_q - 30], "key_lengths": [len_k - 43]}
-    lengths = case(len_q, len_k, slice(len_q - 30, None), slice(len_k - 43, None), **ends)
-    if of_keys:  # query 140 is the first to see a key
-        return [lengths, case(290, 150, unseen_q=slice(140), causal=True), case(192, 150)]
-    # Query 0 stands at key 450.
-    return [lengths, case(150, 600, unseen_k=slice(300), window=(150, None)), case(150, 384)]
+    whole = 384 if dim == 64 else 240  # three tiles
+    ends = {"query_lengths": [260], "key_lengths": [230]}
+    return [
+        case(290, 273, slice(260, None), slice(230, None), **ends),
+        case(290, 150, unseen_q=slice(140), causal=True),  # query 140 is the first to see a key
+        case(whole, 256),
+    ]
 
 
 def cases_for(kernel):
@@ -197,7 +197,7 @@ def cases_for(kernel):
     dim = next((int(w[1:]) for w in words if w[0] == "d" and w[1:].isdigit()), 40)
     sizes, more = (1, 150, 333, dim, dim), ()
     if "sm90" in words and "bwd" in words:
-        return hopper_backward_cases(dtype, dim, "dkdv" in words)
+        return hopper_backward_cases(dtype, dim)
     if "decode" in words:
         sizes = 1, 3, 1100, dim, dim
     elif "sm90" in words:  # five tiles of keys: each loop goes round its ring of two stages

@@ -1,12 +1,15 @@
 """The backward for Hopper (TMA, wgmma, warp specialisation): in ptxrun, and on a Hopper where there is one.
 
-Streams have at least five tiles in most problems, two more than the ring has stages, so that it goes round.
+Most problems have at least four tiles of queries in all heads of a group, two more than the ring has stages,
+so that it goes round.
 """
 
 import math
+import subprocess
 
 import cuda_kernels
 import hopper
+import nvcc
 import pytest
 import torch
 from hopper import on_each_device, rows_first
@@ -50,7 +53,7 @@ class _Backward(torch.autograd.Function):
             q, k, v, direction="backward", arch="sm_90", out=out, lse=lse, grad_out=grad_out,
             grad_lse=grad_lse, **ctx.options,
         )  # fmt: skip
-        assert [n.kernel.split("_sm90_")[0] for n in plan.launches[1:]] == ["attn_bwd_dkdv", "attn_bwd_dq"]
+        assert [n.kernel.split("_sm90_")[0] for n in plan.launches[1:]] == ["attn_bwd", "attn_bwd_dq"]
         cuda_kernels.carry_out(plan, "sm_90", **ctx.launch)
         return None, None, *(plan.results[name] for name in ("grad_q", "grad_k", "grad_v"))
 
@@ -62,8 +65,8 @@ def attention_on(device, **launch):
     return lambda q, k, v, return_lse, **options: _Backward.apply(launch, options, q, k, v)
 
 
-# keys for five tiles of the dQ kernel; dim, dim_v: the bucket's size and about the least it takes.
-SHAPES = {"d64": (529, 40, 64), "d96": (401, 96, 65), "d128": (401, 97, 128)}
+# keys for four blocks; dim, dim_v: the bucket's size and about the least it takes.
+SHAPES = {"d64": (401, 40, 64), "d96": (401, 96, 65), "d128": (401, 97, 128)}
 
 
 @on_each_device
@@ -72,8 +75,16 @@ SHAPES = {"d64": (529, 40, 64), "d96": (401, 96, 65), "d128": (401, 97, 128)}
 def test_every_kernel(name, dtype, device):
     q, k, v = rows_first(*qkv(1, 2, 213, *SHAPES[name], heads_kv=1, dtype=dtype))
     kind = f"sm90_{'f16' if dtype == F16 else 'bf16'}_{name}"
-    assert kernels(q, k, v)[1:] == [f"attn_bwd_dkdv_{kind}", f"attn_bwd_dq_{kind}"]
+    assert kernels(q, k, v)[1:] == [f"attn_bwd_{kind}", f"attn_bwd_dq_{kind}"]
     check(q, k, v, call=attention_on(device))
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_single_tile_of_queries_in_every_kernel(name, dtype, device):
+    """The loop over tiles does not run once; two blocks add to dQ."""
+    check(*qkv(1, 1, 7, 140, *SHAPES[name][1:], dtype=dtype), call=attention_on(device))
 
 
 @on_each_device
@@ -180,25 +191,44 @@ def test_the_same_bits_whatever_the_order_of_blocks_and_warps():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@nvcc.needed
+def test_every_block_finds_its_turn_and_none_waits_long(tmp_path):
+    """Else the kernel would hang. `behind`: by at most a tile for each block before it."""
+    program, source = tmp_path / "backward_turns", nvcc.ROOT / "tests" / "cpp" / "backward_turns.cpp"
+    options = ("-x", "c++", "-std=c++17", "-cudart", "none", "-I", nvcc.CSRC)
+    subprocess.run([nvcc.compiler()[0], *options, "-o", program, source], check=True, timeout=60)
+    counts, *costs = subprocess.check_output(program, text=True, timeout=60).splitlines()
+    wrong, visits, behind = map(int, counts.split())
+    assert wrong == 0
+    assert visits > 10_000
+    assert behind == 0
+    assert len(costs) == 4
+    assert all(1 <= float(cost) < 1.06 for cost in costs)
+
+
 def half(**sizes):
     return qkv(**{"batch": 1, "len_q": 100, "len_k": 120, "dim": 64, "dtype": F16, **sizes})
 
 
 def test_only_what_is_asked_for_is_computed():
-    rows, dkdv, dq = "attn_bwd_rows_f16", "attn_bwd_dkdv_sm90_f16_d64", "attn_bwd_dq_sm90_f16_d64"
-    assert kernels(*half(), gradients=["q"]) == [rows, dq]
-    assert kernels(*half(), gradients=["v"]) == [rows, dkdv]
+    rows, products, dq = "attn_bwd_rows_f16", "attn_bwd_sm90_f16_d64", "attn_bwd_dq_sm90_f16_d64"
+    assert kernels(*half(), gradients=["q"]) == [rows, products, dq]
+    assert kernels(*half(), gradients=["v"]) == [rows, products]
     q, k, v = half()
     out, lse = attn_ext.attention(q, k, v, return_lse=True)
     saved = {"out": out, "lse": lse, "grad_out": torch.ones_like(out)}
-    whole, part = (
-        attn_ext.launch_plan(q, k, v, direction="backward", arch="sm_90", gradients=names, **saved)
-        for names in (["q", "k", "v"], ["k"])
-    )
-    for plan in (whole, part):
+    plans = {
+        names: attn_ext.launch_plan(
+            q, k, v, direction="backward", arch="sm_90", gradients=list(names), **saved
+        )
+        for names in ("qkv", "q", "k", "v")
+    }
+    for plan in plans.values():
         cuda_kernels.carry_out(plan, "sm_90")
-    assert list(part.results) == ["grad_k"]
-    assert torch.equal(whole.results["grad_k"], part.results["grad_k"])
+    for name in "qkv":
+        assert list(plans[name].results) == [f"grad_{name}"]
+        whole, part = (plans[names].results[f"grad_{name}"] for names in ("qkv", name))
+        assert torch.equal(whole, part)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +248,7 @@ def test_other_options_take_the_sm80_kernels(options):
 
 def test_sinks_are_inside_the_lse():
     given = kernels(*half(), sinks=torch.ones(2, dtype=F16))
-    assert given[1:] == ["attn_bwd_dkdv_sm90_f16_d64", "attn_bwd_dq_sm90_f16_d64", "attn_bwd_sums_f32"]
+    assert given[1:] == ["attn_bwd_sm90_f16_d64", "attn_bwd_dq_sm90_f16_d64", "attn_bwd_sums_f32"]
 
 
 def test_what_tma_cannot_address_takes_the_sm80_kernels():
@@ -237,19 +267,15 @@ def test_sizes_and_types_that_other_kernels_take():
 def test_tensor_maps_describe_the_tensors():
     q, k, v = rows_first(*qkv(2, 4, 100, 300, 104, heads_kv=2, dtype=BF16))
     out, lse = attn_ext.attention(q, k, v, return_lse=True)
-    _, dkdv, dq = attn_ext.launch_plan(
+    _, products, dq = attn_ext.launch_plan(
         q, k, v, direction="backward", arch="sm_90", out=out, lse=lse, grad_out=out
     ).launches
-    for launch, query_rows, key_rows in ((dkdv, 64, 128), (dq, 128, 96)):
-        q_map, k_map, _, grad_map = launch.tensor_maps
-        assert (q_map.data_ptr, q_map.sizes, q_map.box_rows) == (q.data_ptr(), (104, 100, 4, 2), query_rows)
-        assert (k_map.sizes, k_map.strides, k_map.box_rows) == (
-            (104, 300, 2, 2),
-            (416, 208, 124800),
-            key_rows,
-        )
-        assert (grad_map.data_ptr, grad_map.box_rows) == (out.data_ptr(), query_rows)
-        assert {m.params_offset % 64 for m in launch.tensor_maps} == {0}
+    q_map, k_map, _, grad_map = products.tensor_maps
+    assert (q_map.data_ptr, q_map.sizes, q_map.box_rows) == (q.data_ptr(), (104, 100, 4, 2), 80)
+    assert (k_map.sizes, k_map.strides, k_map.box_rows) == ((104, 300, 2, 2), (416, 208, 124800), 128)
+    assert (grad_map.data_ptr, grad_map.box_rows) == (out.data_ptr(), 80)
+    assert {m.params_offset % 64 for m in products.tensor_maps} == {0}
+    assert not dq.tensor_maps
 
 
 def test_other_architectures_and_no_wish_take_the_sm80_kernels(monkeypatch):

@@ -16,7 +16,8 @@ from .loops import Loop, body, control_flow, find_loops, trip
 # tangent, one each with V and its tangent) a kernel computes for each (query, key) pair, by how its name
 # begins.
 PRODUCTS = {
-    "attn_bwd_dkdv": 4, "attn_bwd_dq": 3, "attn_bwd_bias": 2, "attn_fwd": 2, "attn_decode": 2, "attn_jvp": 5
+    "attn_bwd_dkdv": 4, "attn_bwd_dq": 3, "attn_bwd_bias": 2, "attn_bwd_sm90": 5,
+    "attn_fwd": 2, "attn_decode": 2, "attn_jvp": 5
 }  # fmt: skip
 NAME = re.compile(r"attn_.*?_(?P<dtype>f16|bf16|tf32|f32|f64)(?:_d(?P<head_dim>\d+))?(?:_[a-z]+)?$")
 
@@ -45,6 +46,7 @@ class MainLoop:
     work: float  # tensor units; multiply-adds of one lane in a kernel without tensor cores
     cheapest_cycles: int  # stall cycles of the cheapest trip, where the body has alternatives
     latency_cycles: float | None  # replay() of the dearest trip; None: loops with such work lie inside
+    cheapest_latency_cycles: float | None  # the same of the cheapest trip
     conflicts: tuple[str, ...]  # shared-memory accesses of any loop with such work, that have bank conflicts
     not_analysed: tuple[str, ...]  # ... whose addresses cuxray could not follow
     accesses: int  # shared-memory accesses in those loops
@@ -95,6 +97,15 @@ class Kernel:
     @property
     def latency_per_tile(self) -> float | None:
         return self._per_tile(self.main_loop and self.main_loop.latency_per_unit)
+
+    @property
+    def cheapest_per_tile(self) -> float | None:
+        return self._per_tile(self.main_loop and self.main_loop.cheapest_per_unit)
+
+    @property
+    def cheapest_latency_per_tile(self) -> float | None:
+        cycles = self.main_loop and self.main_loop.cheapest_latency_cycles
+        return self._per_tile(cycles and cycles / self.main_loop.work)
 
     def _per_tile(self, per_unit: float | None) -> float | None:
         if None in (per_unit, self.products, self.head_dim) or not self.main_loop.costs.tensor:
@@ -153,6 +164,7 @@ def read_kernel(function: Function, resources: Resources, gpu: GPU) -> Kernel:
             work=main.work,
             cheapest_cycles=sum(i.stall for i in cheapest),
             latency_cycles=replay(dearest, gpu) if not inside else None,
+            cheapest_latency_cycles=replay(cheapest, gpu) if not inside else None,
             conflicts=conflicts,
             not_analysed=unknown,
             accesses=len(accesses),

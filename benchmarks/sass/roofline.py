@@ -43,7 +43,7 @@ class Problem:
         rows = self.batch * self.heads * self.queries
         q = rows * self.head_dim * 2
         kv = self.batch * self.kv_heads * self.keys * self.head_dim * 2
-        if kernel.startswith("attn_bwd_dkdv"):
+        if kernel.startswith(("attn_bwd_dkdv", "attn_bwd_sm90")):  # its dQ is added up in L2, as a rule
             return 2 * q + 2 * kv + 2 * rows * LSE_BYTES + 2 * kv  # q, dO; k, v; LSE, delta -> dk, dv
         if kernel.startswith("attn_bwd_dq"):
             return 2 * q + 2 * kv + 2 * rows * LSE_BYTES + q

@@ -157,11 +157,19 @@ struct BackwardWorkspace {
     const int64_t heads = p.batch * p.heads_q, size = p.q.dtype == DType::kFloat64 ? 8 : 4;
     const int head_dim = bucket(p);
     const bool full = backward_needs_full(p);
-    if (head_dim != 0) {
-      row_stride = hopper ? sm90::backward_row_stride(p, sm90::backward_bucket(p)) : backward_row_stride(p);
+    if (hopper) {
+      const int bucket = sm90::backward_bucket(p);
+      row_tile_ = sm90::backward_queries(bucket);
+      row_stride = sm90::query_tiles(p) * row_tile_;
+      term_size_ = sm90::kTermSize;
+      if (io.grad_q.present) sums_ = take(4 * sm90::query_blocks(p) * sm90::sums_elements(bucket));
+      turn_count_ = (io.grad_q.present ? sm90::query_blocks(p) : 0) + 1;
+      turns_ = take(4 * turn_count_);
+    } else if (head_dim != 0) {
+      row_stride = backward_row_stride(p);
       term_size_ = row_term_size(full);
-      terms_ = take(4 * heads * row_stride * term_size_);
     }
+    if (head_dim != 0) terms_ = take(4 * heads * row_stride * term_size_);
     if (head_dim == 0 || io.grad_sinks.present) {
       max_ = take(size * heads * p.len_q);
       log_ = take(size * heads * p.len_q);
@@ -179,6 +187,10 @@ struct BackwardWorkspace {
     params.row_terms = reinterpret_cast<float*>(at(terms_));
     params.row_stride = row_stride;
     params.row_term_size = term_size_;
+    params.row_tile = row_tile_;
+    params.query_sums = reinterpret_cast<float*>(at(sums_));
+    params.turns = reinterpret_cast<uint32_t*>(at(turns_));
+    params.turn_count = turn_count_;
     params.row_max = at(max_);
     params.row_log = at(log_);
     params.row_delta = at(delta_);
@@ -194,8 +206,9 @@ struct BackwardWorkspace {
   }
 
   static constexpr int64_t kSectionBytes = 256;  // the alignment of what torch's allocator gives
-  int64_t terms_ = -1, max_ = -1, log_ = -1, delta_ = -1, alibi_ = -1;
-  int32_t term_size_ = 0, alibi_tiles_ = 0;
+  int64_t terms_ = -1, sums_ = -1, turns_ = -1, max_ = -1, log_ = -1, delta_ = -1, alibi_ = -1;
+  int64_t turn_count_ = 0;
+  int32_t term_size_ = 0, row_tile_ = 0, alibi_tiles_ = 0;
 };
 
 // A list of buffers in the making.
@@ -362,14 +375,15 @@ Plan plan_backward(const AttentionParams& p, const BackwardIO& io, void* workspa
   add("attn_bwd_rows_" + (simt::in_tf32(p) ? "tf32" : type),
       rows_blocks(p, head_dim != 0 ? layout.row_stride : p.len_q), kBackwardRowThreads, 0);
   if (layout.hopper) {
-    const auto add_sm90 = [&](const std::string& family, sm90::BackwardLaunch sizes) {
-      plan.push_back(make_launch(family + "_sm90_" + type + "_d" + std::to_string(sm90::backward_bucket(p)),
-                                 sizes.grid, sm90::kBackwardThreads, sizes.shared_bytes,
+    const int bucket = sm90::backward_bucket(p);
+    const std::string kind = "_sm90_" + type + "_d" + std::to_string(bucket);
+    if (wants_keys || wants_queries) {
+      plan.push_back(make_launch("attn_bwd" + kind, sm90::key_blocks(p), sm90::kBackwardThreads,
+                                 sm90::backward_shared_bytes(bucket),
                                  sm90::BackwardParams{{}, {}, {}, {}, params}));
-      plan.back().tensor_maps = std::move(sizes.maps);
-    };
-    if (wants_keys) add_sm90("attn_bwd_dkdv", sm90::dkdv_launch(p, io));
-    if (wants_queries) add_sm90("attn_bwd_dq", sm90::dq_launch(p, io));
+      plan.back().tensor_maps = sm90::backward_maps(p, io);
+    }
+    if (wants_queries) add("attn_bwd_dq" + kind, sm90::query_blocks(p), sm90::sums_threads(bucket), 0);
   } else if (head_dim != 0) {
     const char* variant = full ? "_full" : "";
     if (wants_keys) {

@@ -100,6 +100,7 @@ def test_a_tma_copy_may_overwrite_what_was_written_before_a_fence():
         ({"wait": "__syncthreads()"}, "not ordered after the write by async"),
         ({"wait": "if (t < 32) mb_wait(&bar, 0)"}, "not ordered"),
         ({"fence": ""}, r"fence\.proxy\.async"),
+        ({"fence": 'asm volatile("fence.proxy.async.global;" ::: "memory")'}, r"fence\.proxy\.async"),
         ({"sync": ""}, "not ordered"),
         ({"first": "#define INIT_FENCE\n"}, r"without fence\.mbarrier_init"),
         ({"before": "s[t] = 0"}, r"async-proxy write .* without fence\.proxy\.async"),

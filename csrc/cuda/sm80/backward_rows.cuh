@@ -6,6 +6,7 @@
 
 #include "../kernel_params.h"
 #include "../simt/elements.cuh"
+#include "../sm90/backward_sizes.h"
 #include "backward_sizes.h"
 
 namespace attn_ext::cuda {
@@ -51,6 +52,8 @@ struct BackwardRows {
   static __device__ __forceinline__ void run(const BackwardParams& params) {
     const AttentionParams& p = params.problem;
     const BackwardIO& io = params.io;
+    const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (thread < params.turn_count) params.turns[thread] = 0;  // fewer than rows
     const int64_t rows = params.row_terms != nullptr ? params.row_stride : p.len_q;
     const int64_t tiles = (rows + kBackwardRowsPerBlock - 1) / kBackwardRowsPerBlock;
     const int64_t head_of_all = blockIdx.x / tiles, b = head_of_all / p.heads_q, h = head_of_all % p.heads_q;
@@ -91,8 +94,15 @@ struct BackwardRows {
     if (params.row_terms != nullptr && i < rows) {
       float* terms = params.row_terms + (head_of_all * params.row_stride + i) * params.row_term_size;
       const float minus_delta = empty ? 0.0f : -float(delta);
-      if (params.row_term_size == 2) {
-        *reinterpret_cast<float2*>(terms) = {-float(maximum + log) * kLog2E, minus_delta};
+      const float minus_lse = -float(maximum + log) * kLog2E;
+      if (params.row_term_size == sm90::kTermSize) {
+        const int row = int(i % params.row_tile);
+        float* tile = terms - row * sm90::kTermSize;
+        tile[sm90::lse_place(row)] = minus_lse;
+        float* deltas = tile + params.row_tile + sm90::delta_place(row);
+        deltas[0] = deltas[2] = minus_delta;
+      } else if (params.row_term_size == 2) {
+        *reinterpret_cast<float2*>(terms) = {minus_lse, minus_delta};
       } else {
         *reinterpret_cast<float4*>(terms) = {float(maximum), -float(log) * kLog2E, minus_delta, 0.0f};
       }

@@ -1,14 +1,9 @@
-// What the Hopper backward kernels share: a block's memory and roles, and how rows that nobody may see leave a tile.
-//
-// Both kernels hold two tiles of operands of their own and walk over a stream of tiles of the two others:
-//   dK, dV: K and V against Q and dO,    dQ: Q and dO against K and V.
-// A producer thread starts the copies (TMA), two warpgroups of consumers multiply (wgmma), 64 rows of the own tiles each.
-// The consumers meet only where a tile has hidden elements; else each goes at its own pace, and one's exponentials hide
-// behind the other's products.
+// The memory of a block of the Hopper backward, and how rows that nobody may see leave a tile.
 #pragma once
 
 #include "../sm80/backward_logits.cuh"
 #include "../sm80/backward_tile.cuh"
+#include "backward_order.h"
 #include "backward_sizes.h"
 #include "tensor_copy.cuh"
 #include "wgmma.cuh"
@@ -17,51 +12,87 @@ namespace attn_ext::cuda::sm90 {
 
 constexpr int kConsumerThreads = 128 * kBackwardConsumers;
 
-// Addresses in a block's shared memory: two own tiles, stages of two streamed tiles each, `kRowBytes` bytes that come
-// with each row of a stage, barriers.
-template <int kDim, int kStreamRows, int kRowBytes>
+// What a block works on. It lies in shared memory, and who wants to know something reads it there: no register holds it all
+// through the loops.
+struct BackwardWork {
+  int batch, head_kv, group, first_key;
+  TileMask mask;  // of query 0 and key 0
+  int keys;       // that exist in this element of the batch
+  QueryTiles tiles;
+
+  // For tiles of `queries`.
+  __device__ __forceinline__ BackwardWork(const AttentionParams& p, const KeyBlock& own, int queries)
+      : BackwardWork(p, own, Visibility(p, own.batch), queries) {}
+
+  __device__ __forceinline__ bool empty() const { return tiles.begin >= tiles.end; }
+  // Of all heads of the group.
+  __device__ __forceinline__ int tile_count() const { return group * (tiles.end - tiles.begin); }
+
+  // Calls `each` with the query heads and tiles, in the order in which all work on them: see backward_sums.cuh.
+  template <class Each>
+  __device__ __forceinline__ void for_each_tile(Each each) const {
+#pragma unroll 1
+    for (int tile = tiles.end - 1; tile >= tiles.begin; tile--) {
+#pragma unroll 1
+      for (int head = head_kv * group; head < (head_kv + 1) * group; head++) each(head, tile);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ BackwardWork(const AttentionParams& p, const KeyBlock& own,
+                                          const Visibility& visible, int queries)
+      : batch(own.batch), head_kv(own.head_kv), group(int(p.group())), first_key(own.first_key),
+        mask(visible, 0, 0, visible.queries), keys(visible.keys),
+        tiles(visible, own.first_key, kBackwardKeys, queries) {}
+};
+
+static_assert(sizeof(BackwardWork) == kWorkBytes);
+
+// Addresses in a block's shared memory: K and V; stages of a tile of Q, one of dO, and the terms of their rows; two
+// buffers of dS, which has the rows of Q and the keys for columns; dQ of a tile; what the block works on; barriers; which
+// tile of queries a stage holds.
+template <int kDim>
 struct BackwardShared {
-  static constexpr int kOwnBytes = tile_bytes(kBackwardRows, kDim);
-  static constexpr int kStreamBytes = tile_bytes(kStreamRows, kDim), kStageBytes = 2 * kStreamBytes;
-  static constexpr int kTermBytes = kStreamRows * kRowBytes;
+  static constexpr int kQueries = backward_queries(kDim);
+  static constexpr int kOwnBytes = tile_bytes(kBackwardKeys, kDim);
+  static constexpr int kStreamBytes = tile_bytes(kQueries, kDim), kStageBytes = 2 * kStreamBytes;
+  static constexpr int kTermBytes = kQueries * kTermSize * 4;
+  static constexpr int kScoreBytes = tile_bytes(kQueries, kBackwardKeys);
+  static constexpr int kSumBytes = 4 * sums_elements(kDim);
   uint32_t start;
 
-  // `raw`: where dynamic shared memory starts.
-  __device__ __forceinline__ explicit BackwardShared(const char* raw)
-      : start((shared_address(raw) + kTileAlignment - 1) / kTileAlignment * kTileAlignment) {}
+  __device__ __forceinline__ explicit BackwardShared(const char* memory) : start(shared_address(memory)) {}
 
-  __device__ __forceinline__ uint32_t own(int operand) const { return start + operand * kOwnBytes; }
-  __device__ __forceinline__ uint32_t stream(int stage, int operand) const {
-    return own(2) + stage * kStageBytes + operand * kStreamBytes;
+  __device__ __forceinline__ uint32_t keys() const { return start; }
+  __device__ __forceinline__ uint32_t values() const { return start + kOwnBytes; }
+  __device__ __forceinline__ uint32_t queries(int stage) const {
+    return values() + kOwnBytes + stage * kStageBytes;
   }
+  __device__ __forceinline__ uint32_t grads(int stage) const { return queries(stage) + kStreamBytes; }
+  __device__ __forceinline__ uint32_t score_grads() const { return queries(kBackwardStages); }
+  __device__ __forceinline__ uint32_t sums() const { return score_grads() + 2 * kScoreBytes; }
   __device__ __forceinline__ uint32_t terms(int stage) const {
-    return stream(kBackwardStages, 0) + stage * kTermBytes;
+    return sums() + kSumBytes + stage * kTermBytes;
   }
-  __device__ __forceinline__ Barrier own_full() const { return {terms(kBackwardStages)}; }
+  __device__ __forceinline__ uint32_t work() const { return terms(kBackwardStages); }
+  __device__ __forceinline__ Barrier own_full() const { return {work() + kWorkBytes}; }
   __device__ __forceinline__ StageBarriers<kBackwardStages> stages() const {
-    return {terms(kBackwardStages) + Barrier::kBytes};
+    return {own_full().address + Barrier::kBytes};
+  }
+  __device__ __forceinline__ StageBarriers<1> sum_stage() const {
+    return {stages().address + StageBarriers<kBackwardStages>::kBytes};
+  }
+  __device__ __forceinline__ uint32_t tile(int stage) const {
+    return sum_stage().address + StageBarriers<1>::kBytes + stage * 4;
   }
 };
 
-// A block of a kernel with functions fetch(params, shared), for the one thread that starts copies, and
-// gradients(params, shared, memory), for the consumers; `memory` is where the tiles are.
-template <class Kernel>
-__device__ __forceinline__ void run_backward(const BackwardParams& params) {
-  extern __shared__ char raw[];
-  const typename Kernel::Shared shared(raw);
-  if (threadIdx.x == 0) {
-    shared.own_full().init(1);
-    shared.stages().init(kConsumerThreads / 32);  // each warp arrives once
-    fence_barrier_init();
-  }
-  __syncthreads();  // the barriers are there for all
-  if (threadIdx.x < 128) {
-    give_up_registers<kBackwardProducerRegisters>();
-    if (threadIdx.x == 0) Kernel::fetch(params, shared);
-  } else {
-    take_registers<kBackwardConsumerRegisters>();
-    Kernel::gradients(params.given, shared, raw + (shared.start - shared_address(raw)));
-  }
+// threadIdx.x, read anew: what follows from it is then computed where it is needed and not held in registers all through a
+// loop.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
 }
 
 // A barrier of the consumers.
@@ -85,6 +116,23 @@ __device__ __forceinline__ uint32_t not_finite<bf16>(uint32_t pair) {
   return ((pair & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
 }
 
+// Makes elements of 16 bytes zero that are infinite or NaN; whether there are any.
+template <class Half>
+__device__ __forceinline__ bool clear_not_finite_piece(uint32_t address) {
+  uint32_t x[4], bad[4];
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address));
+#pragma unroll
+  for (int i = 0; i < 4; i++) bad[i] = not_finite<Half>(x[i]);
+  if ((bad[0] | bad[1] | bad[2] | bad[3]) == 0) return false;
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] &= ~((bad[i] >> 15) * 0xffffu);
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+               "r"(x[3]));
+  return true;
+}
+
 // Makes elements of a tile zero that are infinite or NaN, since a product with dS = 0 should be 0. By all consumers,
 // `thread` of them. (Where such an element is visible, S has carried it on already.)
 template <class Half, int kBytes>
@@ -92,18 +140,7 @@ __device__ __forceinline__ void clear_not_finite(uint32_t tile, int thread) {
   static_assert(kBytes % (16 * kConsumerThreads) == 0);
 #pragma unroll
   for (int at = 0; at < kBytes; at += 16 * kConsumerThreads) {
-    const uint32_t address = tile + at + thread * 16;
-    uint32_t x[4], bad[4];
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address));
-#pragma unroll
-    for (int i = 0; i < 4; i++) bad[i] = not_finite<Half>(x[i]);
-    if ((bad[0] | bad[1] | bad[2] | bad[3]) == 0) continue;
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] &= ~((bad[i] >> 15) * 0xffffu);
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
-                 "r"(x[3]));
+    clear_not_finite_piece<Half>(tile + at + thread * 16);
   }
 }
 
@@ -120,15 +157,31 @@ __device__ __forceinline__ void clear_rows(uint32_t tile, int exist, int thread)
   }
 }
 
-// A wait for products below this line stays below half of the exponentials above it. The assembler would move it above
-// all of them, and nothing would run beside the products; all of them below would cost more than it gains. It does not
-// move the wait across a store, and this one, which never happens (31 bits are no negative number), needs their results.
-// With a constant in place of `negative` it would see through.
-template <int N>
+// Makes elements of this warp's 16 rows of a tile zero that are infinite or NaN, and returns which of the lane's two rows
+// had any: bits 0 and 1.
+template <class Half, int kDim>
+__device__ __forceinline__ uint32_t clear_not_finite_rows(uint32_t rows) {
+  const int lane = threadIdx.x % 32;
+  uint32_t found = 0;
+#pragma unroll
+  for (int at = 0; at < 2 * 2 * panels(kDim); at++) {  // the quad has two rows of eight pieces a panel
+    const uint32_t address = rows + at / 4 * panel_bytes(kBackwardKeys) +
+                             (lane / 4 + at % 2 * 8) * kPanelRowBytes + (at / 2 % 2 * 4 + lane % 4) * 16;
+    found |= uint32_t(clear_not_finite_piece<Half>(address)) << at % 2;
+  }
+  found |= __shfl_xor_sync(0xffffffffu, found, 1);
+  return found | __shfl_xor_sync(0xffffffffu, found, 2);
+}
+
+// A wait for products below this line stays below half of the exponentials above it, the first kCount fragments of
+// `prob`. The assembler would move it above all of them, and nothing would run beside the products; all of them below
+// would cost more than it gains. It does not move the wait across a store, and this one, which never happens (31 bits are
+// no negative number), needs their results. With a constant in place of `negative` it would see through.
+template <int kCount, int N>
 __device__ __forceinline__ void hold_wait(const FragmentC (&prob)[N], uint32_t shared, int negative) {
   uint32_t any = 0;
 #pragma unroll
-  for (int n = 0; n < N; n += 2) {
+  for (int n = 0; n < kCount; n += 2) {
 #pragma unroll
     for (int e = 0; e < 4; e++) any |= __float_as_uint(prob[n].reg[e]);
   }
@@ -138,6 +191,12 @@ __device__ __forceinline__ void hold_wait(const FragmentC (&prob)[N], uint32_t s
           any),
       "r"(shared), "r"(negative)
       : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, const FragmentC& x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x.reg[0]), "f"(x.reg[1]),
+               "f"(x.reg[2]), "f"(x.reg[3])
+               : "memory");
 }
 
 // Accumulators, packed to halves, as A of the products that follow.

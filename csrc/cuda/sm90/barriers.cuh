@@ -104,6 +104,11 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same of global memory.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Registers a thread of this warpgroup from here on. What the producer gives up, the consumers take.
 template <int Registers>
 __device__ __forceinline__ void give_up_registers() {

@@ -54,4 +54,40 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t row_address, uint32_t m0, u
                : "memory");
 }
 
+// The same with each matrix transposed: a row in shared memory is a column of the registers.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t row_address, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+// `bytes` of shared memory to global memory, added to the floats there if `add`; they belong to this thread's open
+// group of bulk copies. Multiples of 16, as are both addresses.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, int bytes, bool add) {
+  if (add) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+                 "r"(shared), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(bytes)
+                 : "memory");
+  }
+}
+
+// The bulk stores since the last commit become a group.
+__device__ __forceinline__ void commit_bulk_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's bulk stores have read their shared memory.
+__device__ __forceinline__ void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until they are done.
+__device__ __forceinline__ void wait_for_bulk_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 }  // namespace attn_ext::cuda::sm90

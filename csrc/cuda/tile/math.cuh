@@ -8,6 +8,7 @@ namespace attn_ext::cuda {
 constexpr float kLog2E = 1.4426950408889634f;  // log2(e)
 constexpr float kLn2 = 0.6931471805599453f;    // ln(2)
 #define ATTN_INFINITY __int_as_float(0x7f800000)
+#define ATTN_NAN __int_as_float(0x7fffffff)
 
 // 2^x, relative error 2^-22.5, results below 2^-126 become 0. One MUFU instruction; exp2f() would add range code.
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -234,6 +234,7 @@ def cache_policy(M, ins):
 @op("fence")
 def fence(M, ins):
     proxy = ins.has("proxy") and ins.has("async", "async::shared::cta", "async.shared::cta")
+    proxy = proxy and not ins.has("global")  # the sanitizer watches shared memory
     if not M.san or not (proxy or ins.has("mbarrier_init")):
         return lambda m: None
     fenced = (M.san.fence, M.san.init_fence) if proxy else (M.san.init_fence,)
