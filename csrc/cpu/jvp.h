@@ -13,7 +13,7 @@ namespace ATTN_ISA {
 template <class T>
 class TangentUnit {
  public:
-  static constexpr int64_t kUnitRows = 384, kStripRows = 48;  // as ForwardProducts, for its reasons
+  static constexpr int64_t kUnitRows = 384, kStripRows = 48;  // see ForwardProducts; there are more sums here
 
   TangentUnit(const AttentionParams& p, const JvpIO& io, int64_t b, int64_t h, int64_t i0, int64_t rows)
       : p_(p), io_(io), b_(b), h_(h), i0_(i0), rows_(rows), scores_(p, b, h), few_(p.len_q <= kFewQueries),
