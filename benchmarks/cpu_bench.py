@@ -4,6 +4,7 @@
     python benchmarks/cpu_bench.py --quick --dtype float32    a first impression in seconds
     python benchmarks/cpu_bench.py --isa avx2                 both sides held to AVX2
     python benchmarks/cpu_bench.py --only 'N1024 .*backward'  the cases whose name matches
+    python benchmarks/cpu_bench.py --json times.json          for cpu_report.py: tables and pictures
 
 How it measures:
 

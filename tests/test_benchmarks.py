@@ -42,9 +42,13 @@ def test_cpu_bench_times_every_kind_of_case_on_one_instruction_set(tmp_path):
     assert all(0 < share < 1000 for row in timed for share in row["percent_of_limit"])
 
     pytest.importorskip("matplotlib")
-    out = run("cpu_plots.py", path, tmp_path / "cpu")
-    assert out.split() == [f"{tmp_path}/cpu_full.png", f"{tmp_path}/cpu_causal.png"]
-    assert all(Path(picture).stat().st_size > 1000 for picture in out.split())
+    *table, full, causal = run("cpu_report.py", path, tmp_path / "cpu").splitlines()
+    assert (full, causal) == (f"{tmp_path}/cpu_full.png", f"{tmp_path}/cpu_causal.png")
+    assert all(Path(picture).stat().st_size > 1000 for picture in (full, causal))
+    first = next(row for row in results if row["kind"] == "full" and row["direction"] == "forward")
+    line = next(line for line in table if line.startswith("| full | 16, 8 |"))
+    assert f"= **{first['ratio']:.2f}** ({first['percent_of_limit'][0]:.0f}%)" in line.split(" | ")[2]
+    assert sum(line.startswith("| ") for line in table) == 3 + 11  # three heads, and each kind
 
 
 def test_memory_measures_in_processes_of_their_own():

@@ -1,9 +1,9 @@
-"""Draws what cpu_bench.py measured: GFLOP/s and time over N, ours and torch's, beside the machine's limit.
+"""What cpu_bench.py measured, as tables in Markdown and as pictures of GFLOP/s and time over N.
 
     python benchmarks/cpu_bench.py --json times.json
-    python benchmarks/cpu_plots.py times.json docs/benchmarks/cpu_native
+    python benchmarks/cpu_report.py times.json docs/benchmarks/cpu_native
 
-writes docs/benchmarks/cpu_native_full.png and ..._causal.png. Needs matplotlib.
+prints the tables and writes docs/benchmarks/cpu_native_full.png and ..._causal.png. Needs matplotlib.
 """
 
 import argparse
@@ -70,6 +70,36 @@ def figure(results: dict, kind: str) -> Figure | None:
     return found
 
 
+def cell(row: dict, digits: int = 0) -> str:
+    """Our rate : torch's = ratio, and our share of the limit."""
+    ours, theirs = row["rates"]
+    share = row["percent_of_limit"][0]
+    limit = "" if math.isnan(share) else f" ({share:.0f}%)"
+    return f"{ours:.{digits}f} : {theirs:.{digits}f} = **{row['ratio']:.2f}**{limit}"
+
+
+def table(rows: list[dict], kinds: dict[str, int], directions: tuple[str, ...]) -> list[str]:
+    """Lines of Markdown: a row for each kind and size, a column for each dtype and direction.
+
+    kinds: digits of its rates by kind.
+    """
+    rows = [row for row in rows if row["kind"] in kinds and row["function"] == "attn_ext"]
+    found = {(r["kind"], r["keys"], r["head_dim"], r["dtype"], r["direction"]): r for r in rows}
+    columns = [
+        (dtype, direction)
+        for dtype in dict.fromkeys(row["dtype"] for row in rows)
+        for direction in directions
+        if any(r["direction"] == direction for r in rows)
+    ]
+    lines = ["| | N, D | " + " | ".join(f"{dtype} {direction}" for dtype, direction in columns) + " |"]
+    lines.append("|---|---|" + "---|" * len(columns))
+    for kind, keys, head_dim in dict.fromkeys(key[:3] for key in found):
+        cells = [found.get((kind, keys, head_dim, *column)) for column in columns]
+        texts = [cell(row, kinds[kind]) if row else "" for row in cells]
+        lines.append(f"| {kind} | {keys}, {head_dim} | " + " | ".join(texts) + " |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,6 +108,15 @@ def main() -> None:
     parser.add_argument("target", help="path and first part of the names of the pictures")
     args = parser.parse_args()
     results = json.loads(args.results.read_text())
+    both = ("forward", "training", "backward")
+    for kinds, directions in (
+        (dict.fromkeys(("full", "causal", "window", "mask", "bias"), 0), both[::2]),
+        (dict.fromkeys(("decode8", "decode32", "gqa"), 1), both[:1]),
+        (dict.fromkeys(("small", "module", "weights"), 0), both),
+    ):
+        lines = table(results["results"], kinds, directions)
+        if len(lines) > 2:
+            print("\n".join(lines), end="\n\n")
     Path(args.target).parent.mkdir(parents=True, exist_ok=True)
     for kind in ("full", "causal"):
         found = figure(results, kind)
