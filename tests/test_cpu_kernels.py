@@ -148,6 +148,30 @@ def test_plain_half_backward_does_not_depend_on_the_number_of_threads(dtype, opt
         assert torch.equal(one, three)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, 5)}])
+def test_nan_in_hidden_values_does_not_depend_on_the_number_of_threads(dtype, options):
+    """0 * NaN: where a tile is computed it is NaN, so what is computed must not depend on who computes it."""
+    q, k, v = qkv(1, 2, 1000, 1005, 16, dtype=dtype)
+    v[:, :, 202] = torch.nan  # shortly after what rows up to 191, the end of some units, see
+
+    def run(threads):
+        torch.set_num_threads(threads)
+        try:
+            out = attn_ext.attention(q, k, v, **options)
+            tangents = torch.func.jvp(
+                lambda q, v: attn_ext.attention(q, k, v, **options), (q, v), (q.sin(), v.cos())
+            )
+            return [out, *tangents]
+        finally:
+            torch.set_num_threads(1)
+
+    want = run(1)
+    for threads in (2, 3, 5, 16):
+        for one, more in zip(want, run(threads), strict=True):
+            torch.testing.assert_close(one, more, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_subnormal_half_numbers(dtype):
     """AMX reads bfloat16's subnormals as 0. float16's are split into normal numbers and stay exact."""

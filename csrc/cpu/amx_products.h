@@ -42,7 +42,7 @@ inline bool pack_in_range(const StridedView& m, int64_t b, int64_t h, int64_t i0
 template <int parts>
 class AmxForwardProducts {
  public:
-  static constexpr int64_t kUnitRows = 384, kStripRows = kTile;
+  static constexpr int64_t kUnitRows = 384, kStripRows = kTile, kKeyStep = kTile;
 
   AmxForwardProducts(const AttentionParams& p, int64_t rows, bool* in_range)
       : ld_out(round_up(p.dim_v, kTile)), p_(p), in_range_(in_range), depth_(round_up(p.dim_qk, kTile)),
@@ -206,7 +206,9 @@ class AmxGradProducts {
     tile_product<parts>(round_up(rows, kTile), ld_q, seen, grad_scores_, key_, true, grad_q, ld);
   }
 
-  // dK and dV add up transposed. Rows j on, kKeysWritten of them: as many as one transposition makes.
+  // dK and dV add up transposed: however few the keys, all columns are used. Rows j on, kKeysWritten of them: as many as
+  // one transposition makes.
+  static int64_t sums_of_keys(int64_t /* keys */) { return kKeys; }
   static constexpr int64_t kKeysWritten = 16;
   float* key_rows(const float* grad, int64_t ld, int64_t j) const {
     float* rows = scratch<float>(kStrip, kKeysWritten * ld);

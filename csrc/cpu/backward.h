@@ -92,10 +92,10 @@ class Backward {
     const int64_t j0 = block * Products::kKeys, keys = min(Products::kKeys, p_.len_k - j0);
     const int64_t n = max(0, min(keys, p_.valid_keys(b) - j0)), group = p_.group();
     Products& products = tile.products;
-    const int64_t size_k = Products::kKeys * products.ld_q, size_v = Products::kKeys * products.ld_v;
-    T *grad_k = scratch<T>(kGradKey, size_k), *grad_v = scratch<T>(kGradValue, size_v);
-    clear(grad_k, size_k);
-    clear(grad_v, size_v);
+    T* grad_k = scratch<T>(kGradKey, Products::kKeys * products.ld_q);
+    T* grad_v = scratch<T>(kGradValue, Products::kKeys * products.ld_v);
+    clear(grad_k, Products::sums_of_keys(keys) * products.ld_q);
+    clear(grad_v, Products::sums_of_keys(keys) * products.ld_v);
     if (n > 0) tile.set_keys(b, h_kv, j0, n, grad_q != nullptr);
     for (int64_t g = 0; g < group; g++) {
       const int64_t h = h_kv * group + g;

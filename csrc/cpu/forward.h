@@ -28,8 +28,10 @@ class ForwardUnit {
         max(0, min(rows_, scores_.valid_queries() - i0_));  // rows past query_lengths are not read
     products_.set_queries(b_, h_, i0_, valid);
     const KeyRange range = scores_.visible(i0_, valid);
+    // To where a strip with the same last key would read in a longer unit: 0 * NaN must not depend on how units are cut.
+    const int64_t end = min(round_up(range.end, Products::kKeyStep), scores_.valid_keys());
     for (int64_t j0 = range.begin / kBlockKeys * kBlockKeys; j0 < range.end; j0 += kBlockKeys) {
-      const KeyRange keys = scores_.narrowed(i0_, valid, {j0, min(j0 + kBlockKeys, range.end)});
+      const KeyRange keys = scores_.narrowed(i0_, valid, {j0, min(j0 + kBlockKeys, end)});
       if (keys.begin >= keys.end) continue;
       products_.set_keys(b_, h_kv, keys.begin, keys.end - keys.begin);
       for (int64_t r0 = 0; r0 < valid; r0 += Products::kStripRows) {

@@ -50,7 +50,7 @@ class TangentUnit {
         const int64_t rows = min(kStripRows, valid - r0);
         const KeyRange strip = scores_.visible(i0_ + r0, rows);
         if (strip.end <= keys.begin || strip.begin >= keys.end) continue;
-        attend(r0, rows, keys.begin, min(packed_, padded<T>(strip.end - keys.begin)));
+        attend(r0, rows, keys.begin, min(packed_, strip.end - keys.begin));
       }
     }
     finish();

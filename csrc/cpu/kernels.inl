@@ -26,6 +26,7 @@ namespace ATTN_ISA {
 
 template <class T>
 inline void forward(const AttentionParams& p, const ForwardOutput& o, const Threads& threads) {
+  if (p.batch * p.heads_q * p.len_q == 0) return;
   if (p.len_q <= kFewQueries) {
     Decode<T>(p, o).run(threads);
   } else {

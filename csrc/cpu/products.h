@@ -3,12 +3,11 @@
 namespace attn_ext {
 namespace ATTN_ISA {
 
-// `keys` of n, widened to whole panels at the front, since products begin with one, and whole groups of dropout; and to
-// whole vectors at the end.
+// `keys` from the first of a panel on, since products begin with one, and of a group of dropout.
 template <class T>
-inline KeyRange whole_vectors(const KeyRange& keys, int64_t n) {
+inline KeyRange from_panel(const KeyRange& keys) {
   constexpr int64_t step = max(kPanel<T>, 8);
-  return {keys.begin / step * step, min(n, padded<T>(keys.end))};
+  return {keys.begin / step * step, keys.end};
 }
 
 template <class T>
@@ -16,7 +15,7 @@ class ForwardProducts {
  public:
   // Packing a key block costs about as much as 12 rows of its products, so 768 rows keep it below 2%. Scores come in
   // strips of fewer rows, to stay in cache.
-  static constexpr int64_t kUnitRows = 768, kStripRows = 48;
+  static constexpr int64_t kUnitRows = 768, kStripRows = 48, kKeyStep = 1;
 
   // For units of up to `rows` queries. The flag is for products that cannot do with every number.
   ForwardProducts(const AttentionParams& p, int64_t rows, bool* /* in_range */)
@@ -37,7 +36,7 @@ class ForwardProducts {
   }
 
   // The keys of the block, counted from its first, that a strip has to meet which sees `visible` of them.
-  KeyRange meet(const KeyRange& visible) const { return whole_vectors<T>(visible, n_); }
+  KeyRange meet(const KeyRange& visible) const { return from_panel<T>(visible); }
 
   // scale * Q K^T of rows r0 .. r0+rows and these keys, to [rows][kBlockKeys].
   void scores(int64_t r0, int64_t rows, const KeyRange& keys, T* score) const {
@@ -118,7 +117,7 @@ class GradProducts {
   // The keys of the tile that the rows from `row` on have to meet, when they see some of these.
   KeyRange meet(int64_t row, const KeyRange& visible) {
     const bool none = visible.begin >= visible.end;
-    return seen_[row / kStripRows] = none ? KeyRange{0, 0} : whole_vectors<T>(visible, n_);
+    return seen_[row / kStripRows] = none ? KeyRange{0, 0} : from_panel<T>(visible);
   }
 
   // Where P and dS of a strip are to be made: in the tile, [kRows][kKeys].
@@ -160,7 +159,8 @@ class GradProducts {
                      Panels<T>{key_panels_, p_.dim_qk, n_, keys.begin}, true, grad_q, ld);
   }
 
-  // What grad_k or grad_v holds, as rows [kKeys][ld].
+  // What grad_k or grad_v holds, as rows [kKeys][ld], of which so many keys use as many.
+  static int64_t sums_of_keys(int64_t keys) { return keys; }
   static constexpr int64_t kKeysWritten = kKeys;
   T* key_rows(T* grad, int64_t /* ld */, int64_t /* j: 0 */) const { return grad; }
 

@@ -114,6 +114,7 @@ class Scores {
   static ATTN_INLINE T distance(int64_t x) { return T(x < 0 ? -x : x); }
 
   int64_t valid_queries() const { return queries_; }
+  int64_t valid_keys() const { return keys_; }
 
  private:
   void cap(T* row, int64_t n, T* slope) const {
