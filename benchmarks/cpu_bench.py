@@ -16,7 +16,7 @@ How it measures:
   which act on both. Above 1, attn_ext is faster. "quartiles" are those of the ratio over the rounds.
 - Around each sample a loop of nothing but multiply-adds runs on as many threads (for decoding: a plain read
   of as much memory), see cpu_limits.py. "%" is a sample's rate over that limit, its median over the rounds.
-  --no-limit leaves it out, and with it the need for g++.
+  --no-limit leaves it out, and with it the need for g++; so do machines without AVX2.
 - Two threads that wait for each other measure the scheduler once other programs run: then use --threads 1
   --clock cpu, which counts the time that this process was running.
 - Results are compared before they are timed, so that nothing wrong is called fast.
@@ -177,7 +177,8 @@ def build_modules(case: Case, x: torch.Tensor) -> dict[str, Callable]:
 
 def limit_of(case: Case, args: argparse.Namespace) -> Callable[[], float]:
     """What the machine could do, in the unit of case.rate()."""
-    if args.no_limit or case.kind in ("small", "module", "weights"):
+    has_loops = "avx2" in attn_ext._C.cpu_isas()  # what cpu_limits.cpp is written for
+    if args.no_limit or not has_loops or case.kind in ("small", "module", "weights"):
         return lambda: math.nan
     if case.kind in DECODE:
         memory = torch.ones(DECODE[case.kind][1], 2 * case.keys, case.head_dim, dtype=case.dtype)

@@ -69,6 +69,15 @@ def test_decoding_does_not_depend_on_the_number_of_threads(dtype):
             assert torch.equal(one, more)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_a_sample_alone_as_in_a_batch(dtype):
+    """Many samples keep every unit busy with whole heads; one is cut into stretches."""
+    q, k, v = qkv(40, 4, 1, 3000, 16, heads_kv=2, dtype=dtype)
+    batch = attn_ext.attention(q, k, v, return_lse=True)
+    for one, many in zip(attn_ext.attention(q[7:8], k[7:8], v[7:8], return_lse=True), batch, strict=True):
+        assert torch.equal(one, many[7:8])
+
+
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_decoding_with_a_non_finite_number_in_one_stretch(value):
     q, k, v = qkv(1, 2, 1, 1300, 16, dtype=torch.float32)
@@ -77,3 +86,14 @@ def test_decoding_with_a_non_finite_number_in_one_stretch(value):
     want, want_lse = attn_ext.reference.attention(q.double(), k.double(), v.double())[:2]
     assert torch.equal(out.isnan(), want.isnan())
     torch.testing.assert_close(lse.double(), want_lse, equal_nan=True)
+
+
+def test_decoding_a_block_hidden_from_one_head_of_a_group():
+    """What another head of the group reads there, NaN, is not multiplied with this one's 0."""
+    visible = torch.ones(1, 2, 1, 512, dtype=torch.bool)
+    visible[0, 1, 0, 256:] = False
+    q, k, v = qkv(1, 2, 1, 512, 16, heads_kv=1, dtype=torch.float32)
+    v[0, 0, 300] = torch.nan
+    out = attn_ext.attention(q, k, v, block_mask=attn_ext.BlockMask.from_dense(visible))
+    assert out[0, 0].isnan().all()
+    assert out[0, 1].isfinite().all()

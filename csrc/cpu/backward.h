@@ -11,7 +11,7 @@ namespace ATTN_ISA {
 template <class T, class Products>
 class Backward {
   using Tile = GradTile<T, Products>;
-  static constexpr int64_t kRowsOfUnit = 192;  // of a unit that makes dQ: see ForwardProducts
+  static constexpr int64_t kRowsOfUnit = 192;  // of a unit that makes dQ, for which it packs K and V once
   static_assert(kRowsOfUnit % Products::kRows == 0 && kRowsOfUnit % BlockMask::kSize == 0,
                 "both routes have the same tiles");
 

@@ -1,9 +1,7 @@
 // Forward: online softmax over key blocks (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //
-//   for each query tile:   m = -inf, l = 0, O = 0
-//     for each key block:  S = logits(Q K^T);  m' = max(m, rowmax S);  P = exp(S - m');  a = exp(m - m')
-//                          l = a l + rowsum P;  O = a O + dropout(P) V;  m = m'
-//     a sink joins m and l;  out = O / l,  lse = m + log l
+//   for each tile of queries:
+//     for each block of keys:  S = logits(Q K^T); the online softmax of online_softmax.h makes P of it; O += dropout(P) V
 namespace attn_ext {
 namespace ATTN_ISA {
 

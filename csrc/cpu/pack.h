@@ -40,6 +40,7 @@ ATTN_INLINE void store_float16(uint16_t* p, Vec<float> x) {
 typedef uint16_t HalfVec __attribute__((vector_size(ATTN_VECTOR_BYTES / 2)));
 typedef uint16_t HalfVecUnaligned __attribute__((vector_size(ATTN_VECTOR_BYTES / 2), aligned(2), may_alias));
 typedef uint32_t WordVec __attribute__((vector_size(ATTN_VECTOR_BYTES)));
+typedef uint32_t WordVecUnaligned __attribute__((vector_size(ATTN_VECTOR_BYTES), aligned(2), may_alias));
 
 ATTN_INLINE Vec<float> load_bfloat16(const uint16_t* p) {
   const HalfVec half = *reinterpret_cast<const HalfVecUnaligned*>(p);
@@ -125,7 +126,7 @@ struct ReadBFloat16 {
   static constexpr bool kEvenAndOdd = true;  // a word holds two: one shift, one mask
   static ATTN_INLINE Vec<float> vector(const uint16_t* p) { return load_bfloat16(p); }
   static ATTN_INLINE VecPair<float> pair(const uint16_t* p) {
-    const WordVec words = (WordVec)load(reinterpret_cast<const float*>(p));
+    const WordVec words = *reinterpret_cast<const WordVecUnaligned*>(p);
     return {(Vec<float>)(words << 16), (Vec<float>)(words & 0xffff0000u)};
   }
 };

@@ -28,7 +28,7 @@ inline int64_t score_products(const AttentionParams& p) {
   return n < 1e18 ? int64_t(n) : int64_t(1e18);
 }
 
-// Up to this many queries take the products of few_queries.h, in forward and backward: a score must come out the same
+// Up to this many queries take the products of few_queries.h, in forward, backward and forward mode: a score must come out the same
 // bit for bit in both, for P = exp(s - lse) to be what the forward used.
 constexpr int kFewQueries = 4;
 
