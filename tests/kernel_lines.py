@@ -40,11 +40,6 @@ EXPECTED = [
         "the loop over the queries of a tile always runs: it has at least one",
     ),
     (
-        r"attn_bwd_rows_(f32|f64|tf32)",
-        r"backward_rows\.cuh: const float minus_delta = ",
-        "only tensor-core kernels of half types read row_terms",
-    ),
-    (
         r"attn_bwd_dkdv_simt_b?f16",
         r"behind backward_dkdv\.cuh: if \((does_k|parts\.fused)\) \{",
         "half types come to this kernel with a head dim above 256, and fused blocks take up to 64",

@@ -17,6 +17,8 @@ struct BackwardRows {
   using Stored = typename Element::Stored;
   using T = typename Element::Math;
   static constexpr int kVector = 16 / sizeof(Stored);
+  // Only kernels of half types read row_terms or take turns.
+  static constexpr bool kIsHalf = sizeof(Stored) == 2;
 
   // This lane's share of sum(x * y), eight lanes a row; `nonzero` tells whether any x is.
   static __device__ __forceinline__ T dot(const Stored* x, const Stored* y, int size, bool wide,
@@ -53,7 +55,7 @@ struct BackwardRows {
     const AttentionParams& p = params.problem;
     const BackwardIO& io = params.io;
     const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (thread < params.turn_count) params.turns[thread] = 0;  // fewer than rows
+    if (kIsHalf && thread < params.turn_count) params.turns[thread] = 0;  // fewer than rows
     const int64_t rows = params.row_terms != nullptr ? params.row_stride : p.len_q;
     const int64_t tiles = (rows + kBackwardRowsPerBlock - 1) / kBackwardRowsPerBlock;
     const int64_t head_of_all = blockIdx.x / tiles, b = head_of_all / p.heads_q, h = head_of_all % p.heads_q;
@@ -91,7 +93,7 @@ struct BackwardRows {
         static_cast<T*>(params.row_delta)[row] = delta;
       }
     }
-    if (params.row_terms != nullptr && i < rows) {
+    if (kIsHalf && params.row_terms != nullptr && i < rows) {
       float* terms = params.row_terms + (head_of_all * params.row_stride + i) * params.row_term_size;
       const float minus_delta = empty ? 0.0f : -float(delta);
       const float minus_lse = -float(maximum + log) * kLog2E;
