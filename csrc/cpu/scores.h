@@ -140,9 +140,9 @@ class Scores {
   void add(const StridedView& term, T* row, int64_t i, int64_t j0, int64_t n) const {
     constexpr int lanes = kLanes<T>;
     if (term.stride[3] != 1) {
-      T values[kBlockKeys];
+      T values[kBlockKeys] = {};
       read_strided<T>(term.at(b_, h_, i, j0), term.dtype, term.stride[3], n, values);
-      for (int64_t j = 0; j < n; j++) row[j] = with_term(splat<T>(row[j]), splat<T>(values[j]))[0];
+      for (int64_t j = 0; j < n; j += lanes) store<T>(row + j, with_term(load(row + j), load(values + j)));
       return;
     }
     with_reader<T>(term.dtype, [&](auto reader) {
