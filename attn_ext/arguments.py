@@ -48,18 +48,6 @@ def is_dtensor(t):
     return type(t) is not torch.Tensor and hasattr(t, "to_local")
 
 
-def is_plain(q, k, v):
-    """Whether these are ordinary 4-D tensors with data, in eager code, without autocast or TF32."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) is type(k) is type(v) is torch.Tensor
-        and q.dim() == 4
-        and (q.is_cpu or not (q.is_meta or allows_tf32(q)))
-        and not (k.is_meta or v.is_meta)
-        and not torch._C._is_any_autocast_enabled()
-    )
-
-
 def allows_tf32(q):
     """Whether products may round their operands to TF32: torch's switch, which is about float32 on a GPU."""
     return q.is_cuda and q.dtype == torch.float32 and tf32_switch()

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from . import batching, second_order
+from . import arguments, batching, second_order
 from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
 
-_forward_op = torch.ops.attn_ext.attention_forward
+_forward_op = torch.ops.attn_ext.attention_forward.default
+_plain_op = torch.ops.attn_ext.attention_forward.plain
 _backward_op = torch.ops.attn_ext.attention_backward
 _jvp_op = torch.ops.attn_ext.attention_jvp
 
@@ -114,15 +115,29 @@ def _outside_graphs(function):
     return torch.compiler.disable(function.apply)
 
 
-def plain_attention(q, k, v, scale, causal):
-    """out of :func:`attention` without optional tensors and further options, outside :func:`in_transform`.
+def is_plain(q, k, v):
+    """Whether :func:`plain_attention` may be asked: ordinary 4-D tensors with data, in eager code, outside
+    transforms, forward mode and dispatch modes, without autocast or TF32."""
+    return (
+        type(q) is type(k) is type(v) is torch.Tensor
+        and q.dim() == 4
+        and (q.is_cpu or not (q.is_meta or arguments.allows_tf32(q)))
+        and not torch.compiler.is_compiling()
+        and not torch._C._is_any_autocast_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
-    The same ops in fewer steps, for the sake of small problems. RuntimeError where q, k, v do not fit.
+
+def plain_attention(q, k, v, scale, causal):
+    """out of :func:`attention` without optional tensors and further options, where :func:`is_plain`.
+
+    The same in fewer steps, for the sake of small problems. RuntimeError where q, k, v do not fit.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _PlainAttention.apply(q, k, v, scale, causal)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op(q, k, v, scale, causal)[0]
+    return _plain_op(q, k, v, scale, causal)[0]
 
 
 def _distinct(tensors):
@@ -305,8 +320,7 @@ class _PlainAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, _, lse_parts = _forward_op(q, k, v, scale, causal)
+        out, lse_parts = _plain_op(q, k, v, scale, causal)
         ctx.scale, ctx.causal = scale, causal
         ctx.save_for_backward(q, k, v, out, lse_parts)
         return out

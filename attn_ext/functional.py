@@ -284,15 +284,10 @@ def _plain(q, k, v, scale, causal, gqa):
     The checks of all arguments would take as long as the attention of a dozen positions. The op refuses by
     itself what does not fit, in fewer words; then, too, the answer is None, and the checks find the words.
     """
-    if not arguments.is_plain(q, k, v) or _autograd.in_transform():
-        return None
+    if not _autograd.is_plain(q, k, v) or not (gqa or (k.dim() == 4 and k.size(1) == q.size(1))):
+        return None  # to broadcast heads is not the op's; nor are batches, but those it refuses
     try:
-        shape, k_shape, v_shape = q.shape, k.shape, v.shape
-        if not shape == k_shape == v_shape:
-            same_heads = shape[1] == k_shape[1] or gqa
-            if not (shape[0] == k_shape[0] and same_heads and k_shape[:2] == v_shape[:2]):
-                return None  # to broadcast batches and heads is not the op's
-        return _autograd.plain_attention(q, k, v, arguments.scale_factor(scale, shape[3]), causal)
+        return _autograd.plain_attention(q, k, v, arguments.scale_factor(scale, q.size(3)), causal)
     except RuntimeError:
         return None
 

@@ -7,6 +7,8 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
 
 * ``attention_forward(q, k, v, <options>) -> (out, lse, lse_parts)``: lse_parts (B, Hq, Nq, 2) is each row's
   maximum and the log of its sum relative to that, for the backward; lse is the rounded sum of the two.
+  ``attention_forward.plain(q, k, v, scale, causal) -> (out, lse_parts)`` is the same, cheaper to call, for
+  :func:`attn_ext.autograd.plain_attention`; it has no derivative (torch warns who asks for one) and no fake.
 * ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, <options>)`` -> gradients of
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
   back with 0 elements.

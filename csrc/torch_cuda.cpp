@@ -97,6 +97,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tens
   return {std::move(call.result.out), std::move(call.result.lse), std::move(call.result.lse_parts)};
 }
 
+std::tuple<Tensor, Tensor> plain_forward(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
+                                         int64_t causal) {
+  auto [out, lse, lse_parts] = attention_forward(q, k, v, ATTN_PLAIN_OPTIONS);
+  return {std::move(out), std::move(lse_parts)};
+}
+
 BackwardResult::Tensors attention_backward(const Tensor& grad_out, const OptionalTensor& grad_lse,
                                            const Tensor& q, const Tensor& k, const Tensor& v,
                                            const Tensor& out, const Tensor& lse_parts, int64_t output_mask,
@@ -210,6 +216,7 @@ std::vector<Tensor> attention_jvp_plan(const Tensor& q, const Tensor& k, const T
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
+  m.impl("attention_forward.plain", TORCH_BOX(&plain_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
   m.impl("attention_forward_plan", TORCH_BOX(&attention_forward_plan));

@@ -35,6 +35,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tens
   return {std::move(result.out), std::move(result.lse), std::move(result.lse_parts)};
 }
 
+std::tuple<Tensor, Tensor> plain_forward(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
+                                         int64_t causal) {
+  Memory memory(q);
+  const AttentionParams p = make_params(memory, q, k, v, ATTN_PLAIN_OPTIONS);
+  ForwardResult result = allocate_forward(memory, p, q, /* want_lse */ false);
+  cpu_kernels().forward(p, result.views, torch_threads());
+  return {std::move(result.out), std::move(result.lse_parts)};
+}
+
 BackwardResult::Tensors attention_backward(const Tensor& grad_out, const OptionalTensor& grad_lse,
                                            const Tensor& q, const Tensor& k, const Tensor& v,
                                            const Tensor& out, const Tensor& lse_parts, int64_t output_mask,
@@ -62,6 +71,10 @@ std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTN_OPTION_SCHEMA
         ") -> (Tensor out, Tensor lse, Tensor lse_parts)");
+  // The same for small calls, which feel each argument and each result.
+  m.def(
+      "attention_forward.plain(Tensor q, Tensor k, Tensor v, float scale, int causal) "
+      "-> (Tensor out, Tensor lse_parts)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor lse_parts, int output_mask, " ATTN_OPTION_SCHEMA
@@ -85,6 +98,7 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
+  m.impl("attention_forward.plain", TORCH_BOX(&plain_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
 }

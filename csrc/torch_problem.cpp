@@ -244,13 +244,13 @@ AttentionParams make_params(Memory& memory, const Tensor& q, const Tensor& k, co
   return p;
 }
 
-ForwardResult allocate_forward(Memory& memory, const AttentionParams& p, const Tensor& q) {
+ForwardResult allocate_forward(Memory& memory, const AttentionParams& p, const Tensor& q, bool want_lse) {
   ForwardResult r{memory.empty_rows({p.batch, p.heads_q, p.len_q, p.dim_v}, p.q, q.scalar_type(), p.dim_v),
-                  memory.empty({p.batch, p.heads_q, p.len_q}, sum_dtype(p)),
+                  want_lse ? memory.empty({p.batch, p.heads_q, p.len_q}, sum_dtype(p)) : Tensor(),
                   memory.empty({p.batch, p.heads_q, p.len_q, 2}, sum_dtype(p)),
                   {}};
   r.views.out = memory.rows(r.out, "out");
-  r.views.lse = memory.strided(r.lse, "lse");
+  if (want_lse) r.views.lse = memory.strided(r.lse, "lse");
   r.views.lse_parts = memory.rows(r.lse_parts, "lse_parts");
   return r;
 }

@@ -46,6 +46,9 @@ using Extents = torch::headeronly::IntHeaderOnlyArrayRef;
 #define ATTN_OPTIONS                                                                                       \
   scale, causal, softcap, window_left, window_right, dropout_p, bias, float_mask, bool_mask, alibi_slopes, \
       sinks, key_lengths, query_lengths, rng_state, block_map, block_tiles, allow_tf32
+// Those of a call that names scale and causal alone.
+#define ATTN_PLAIN_OPTIONS \
+  scale, causal, 0.0, -1, -1, 0.0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, /* allow_tf32 */ false
 
 // Memory of one call: views of its tensors, checked to lie on one device, and new tensors on it. Copies made here (last
 // stride not 1, addresses not aligned) live as long as this object: as long as the call.
@@ -97,7 +100,9 @@ struct ForwardResult {
   ForwardOutput views;
 };
 
-ForwardResult allocate_forward(Memory& memory, const AttentionParams& p, const Tensor& q);
+// Without `want_lse` lse is no tensor; only the CPU's kernels do without it.
+ForwardResult allocate_forward(Memory& memory, const AttentionParams& p, const Tensor& q,
+                               bool want_lse = true);
 
 // Bits of output_mask, in the order of the results. The schema's default is those of q, k and v.
 enum Gradient { kQ = 1, kK = 2, kV = 4, kBias = 8, kFloatMask = 16, kAlibiSlopes = 32, kSinks = 64 };

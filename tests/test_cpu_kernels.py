@@ -100,11 +100,21 @@ HALF = [torch.bfloat16, torch.float16]
 )
 @pytest.mark.parametrize(
     ("len_q", "len_k", "dim", "dim_v"),
-    [(5, 31, 1, 3), (33, 257, 64, 40), (225, 129, 33, 65), (385, 513, 16, 128)],
+    [(5, 31, 1, 3), (17, 33, 3, 1), (33, 257, 64, 40), (225, 129, 33, 65), (385, 513, 16, 128)],
 )
 def test_half_types_around_the_edges_of_tiles(dtype, options, len_q, len_k, dim, dim_v):
     """One more than a tile, a strip or a block: padding that is not 0 would show."""
     check(*qkv(1, 2, len_q, len_k, dim, dim_v, heads_kv=1, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("len_q", "len_k"), [(16, 500), (17, 500), (24, 24), (25, 24), (24, 25), (32, 32), (33, 32), (32, 33)]
+)
+def test_half_types_around_the_smallest_problem_for_tiles(dtype, len_q, len_k):
+    """Forward and backward must agree on who does the call: P = exp(S - lse) takes the same S."""
+    q, k, v = qkv(2, 4, len_q, len_k, 40, heads_kv=2, dtype=dtype)
+    check(q * 8, k, v, causal=True)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -286,7 +296,7 @@ def test_first_call_after_fork_works():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
 def test_keys_hidden_from_a_row_of_nan_keep_their_gradients(dtype):
     """The row's LSE is NaN: P of what it does not see is 0 all the same."""
-    q, k, v = qkv(1, 1, 30, 30, 16, dtype=dtype)
+    q, k, v = qkv(1, 1, 40, 40, 16, dtype=dtype)
     q[0, 0, 9] = torch.nan
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = attn_ext.attention(*inputs, causal=True)

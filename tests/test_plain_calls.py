@@ -134,3 +134,39 @@ def test_logits_of_minus_infinity():
     out, weights = attention(q, k, v, return_weights="full")
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(weights, torch.zeros_like(weights))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("length", "dim"), [(1, 8), (16, 64), (40, 24), (65, 72)])
+def test_value_read_where_it_lies(threads, length, dim):
+    """Few queries and whole vectors of float32: the value is not copied. Its strides must not matter."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, length, 8), torch.randn(2, 3, 70, 8)
+    wide = torch.randn(2, 70, 3, 3 * dim + 1)
+    torch.set_num_threads(threads)
+    try:
+        for v in (
+            wide[..., 1 : dim + 1].transpose(1, 2),
+            wide[:, :1, :, :dim].transpose(1, 2).expand(2, 3, 70, dim),
+        ):
+            assert torch.equal(attention(q, k, v), attention(q, k, v.contiguous()))
+            torch.testing.assert_close(attention(q, k, v), reference.attention(q, k, v)[0])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_plain_op_tells_that_it_has_no_derivative():
+    q = torch.randn(1, 1, 3, 4, requires_grad=True)
+    out, _ = torch.ops.attn_ext.attention_forward.plain(q, q, q, 0.5, 0)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        out.sum().backward()
+
+
+def test_a_head_dimension_is_not_made_up():
+    """What the short way cannot take is the long way's to refuse, whatever torch calls it."""
+    q = torch.randn(1, 2, 3, 4)
+    for k in (torch.randn(4), torch.randn(3, 4), torch.randn(1, 2, 3, 4, device="meta")):
+        with pytest.raises((TypeError, ValueError)):
+            attention(q, k, k)
+    with pytest.raises((TypeError, ValueError)):
+        scaled_dot_product_attention(q, torch.randn(4), torch.randn(4))

@@ -72,12 +72,13 @@ inline void sliced_product(int64_t m, int64_t depth, const T* a, int64_t lda, co
   }
 }
 
-// The right operand of a product: panels [panel][rows][w] as pack.h makes them of so many columns. Rows begin ..
-// begin+depth are multiplied.
+// The right operand of a product: panels [panel][rows][w] as pack.h makes them of so many columns, or with `pitch`
+// elements from row to row a matrix as it lies, of columns that fill whole vectors. Rows begin .. begin+depth are
+// multiplied.
 template <class T>
 struct Panels {
   const T* data;
-  int64_t columns, rows, begin = 0;
+  int64_t columns, rows, begin = 0, pitch = 0;
 };
 
 // The first n columns of C, which needs padded(n) columns of room.
@@ -86,25 +87,21 @@ inline void matmul(int64_t m, int64_t n, int64_t depth, const T* a, int64_t lda,
                    bool accumulate, T* c, int64_t ldc) {
   const T* panel = b.data;
   for (int64_t j = 0; j < n; j += kPanel<T>) {
-    const int64_t width = padded<T>(min(kPanel<T>, b.columns - j));
-    const T* first = panel + b.begin * width;
+    const int64_t width = padded<T>(min(kPanel<T>, b.columns - j)), ldb = b.pitch > 0 ? b.pitch : width;
+    const T* first = panel + b.begin * ldb;
     switch (padded<T>(min(kPanel<T>, n - j)) / kLanes<T>) {
-      case 1:
-        sliced_product<T, 1, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
-        break;
-      case 2:
-        sliced_product<T, 2, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
-        break;
+      case 1: sliced_product<T, 1, transposed_a>(m, depth, a, lda, first, ldb, accumulate, c + j, ldc); break;
+      case 2: sliced_product<T, 2, transposed_a>(m, depth, a, lda, first, ldb, accumulate, c + j, ldc); break;
       case 3:
         if constexpr (kPanelVectors >= 3)
-          sliced_product<T, 3, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
+          sliced_product<T, 3, transposed_a>(m, depth, a, lda, first, ldb, accumulate, c + j, ldc);
         break;
       case 4:
         if constexpr (kPanelVectors >= 4)
-          sliced_product<T, 4, transposed_a>(m, depth, a, lda, first, width, accumulate, c + j, ldc);
+          sliced_product<T, 4, transposed_a>(m, depth, a, lda, first, ldb, accumulate, c + j, ldc);
         break;
     }
-    panel += b.rows * width;
+    panel += b.pitch > 0 ? width : b.rows * width;
   }
 }
 

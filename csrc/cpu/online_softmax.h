@@ -81,7 +81,7 @@ struct OnlineSoftmax {
     T* parts = reinterpret_cast<T*>(to.lse_parts.at(b, h, i, 0));
     parts[0] = largest;
     parts[1] = log_sum;
-    *reinterpret_cast<T*>(to.lse.at(b, h, i, 0)) = T(double(largest) + double(log_sum));
+    if (to.lse.present) *reinterpret_cast<T*>(to.lse.at(b, h, i, 0)) = T(double(largest) + double(log_sum));
   }
 };
 

@@ -205,8 +205,11 @@ inline void pack_rows(const StridedView& m, int64_t b, int64_t h, int64_t i0, in
     using Reader = decltype(reader);
     for (int64_t i = 0; i < n; i++) {
       const auto* row = reinterpret_cast<const typename Reader::Element*>(m.at(b, h, i0 + i, 0));
-      for (int64_t d = 0; d < ld; d += kLanes<T>)
-        store<T>(dst + i * ld + d, read_vector<T, Reader>(row, m.dtype, d, width) * factor);
+      T* to = dst + i * ld;
+      int64_t d = 0;
+#pragma GCC unroll 4
+      for (; d + kLanes<T> <= width; d += kLanes<T>) store<T>(to + d, Reader::vector(row + d) * factor);
+      if (d < width) store<T>(to + d, read_tail<T>(row + d, m.dtype, width - d) * factor);
     }
   });
 }

@@ -22,7 +22,11 @@ class ForwardProducts {
       : ld_out(padded<T>(p.dim_v)), p_(p), ld_q_(padded<T>(p.dim_qk)) {
     q_ = scratch<T>(kQuery, rows * ld_q_);
     key_ = scratch<T>(kKey, kBlockKeys * p.dim_qk);
-    value_ = scratch<T>(kValue, kBlockKeys * ld_out);
+    // For few rows a copy in panels does not pay: V is then read where it lies, if its rows are whole vectors of T.
+    const bool in_place = rows <= kStripRows && size_of(p.v.dtype) == int64_t(sizeof(T)) &&
+                          p.dim_v % kLanes<T> == 0 && p.v.stride[2] > 0;
+    value_pitch_ = in_place ? p.v.stride[2] : 0;
+    if (!in_place) packed_value_ = scratch<T>(kValue, kBlockKeys * ld_out);
   }
 
   void set_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
@@ -32,7 +36,12 @@ class ForwardProducts {
   void set_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t n) {
     n_ = n;
     pack_transposed<T>(p_.k, b, h_kv, j0, n, p_.dim_qk, key_);
-    pack_panels<T>(p_.v, b, h_kv, j0, n, p_.dim_v, false, value_);
+    if (value_pitch_ > 0) {
+      value_ = reinterpret_cast<const T*>(p_.v.at(b, h_kv, j0, 0));
+    } else {
+      pack_panels<T>(p_.v, b, h_kv, j0, n, p_.dim_v, false, packed_value_);
+      value_ = packed_value_;
+    }
   }
 
   // The keys of the block, counted from its first, that a strip has to meet which sees `visible` of them.
@@ -48,7 +57,7 @@ class ForwardProducts {
   // out[rows][ld_out] = P V, or += where it is not the first.
   void add_values(int64_t rows, const KeyRange& keys, const T* prob, bool first, T* out) const {
     matmul<T, false>(rows, p_.dim_v, keys.end - keys.begin, prob, kBlockKeys,
-                     Panels<T>{value_, p_.dim_v, n_, keys.begin}, !first, out, ld_out);
+                     Panels<T>{value_, p_.dim_v, n_, keys.begin, value_pitch_}, !first, out, ld_out);
   }
 
   const int64_t ld_out;
@@ -56,8 +65,9 @@ class ForwardProducts {
  private:
   const AttentionParams& p_;
   const int64_t ld_q_;
-  int64_t n_ = 0;
-  T *q_, *key_, *value_;
+  int64_t n_ = 0, value_pitch_;
+  T *q_, *key_, *packed_value_ = nullptr;
+  const T* value_ = nullptr;
 };
 
 // The backward's tiles have up to kRows queries and kKeys keys. Smaller key blocks than the forward's: three packed
