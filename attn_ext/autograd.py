@@ -19,7 +19,8 @@ from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
 
 _forward_op = torch.ops.attn_ext.attention_forward.default
 _plain_op = torch.ops.attn_ext.attention_forward.plain
-_backward_op = torch.ops.attn_ext.attention_backward
+_plain_backward_op = torch.ops.attn_ext.attention_backward.plain
+_backward_op = torch.ops.attn_ext.attention_backward.default
 _jvp_op = torch.ops.attn_ext.attention_jvp
 
 # Positions of what has derivatives (second_order.INPUTS) among the arguments of the forward op, and of the
@@ -116,14 +117,21 @@ def _outside_graphs(function):
 
 
 def is_plain(q, k, v):
-    """Whether :func:`plain_attention` may be asked: ordinary 4-D tensors with data, in eager code, outside
-    transforms, forward mode and dispatch modes, without autocast or TF32."""
+    """Whether :func:`plain_attention` may be asked: ordinary 4-D tensors with data, without autocast or TF32,
+    and nothing between an op and its kernel."""
     return (
         type(q) is type(k) is type(v) is torch.Tensor
         and q.dim() == 4
         and (q.is_cpu or not (q.is_meta or arguments.allows_tf32(q)))
-        and not torch.compiler.is_compiling()
         and not torch._C._is_any_autocast_enabled()
+        and _reaches_kernels()
+    )
+
+
+def _reaches_kernels():
+    """Whether code runs eagerly, outside transforms, forward mode and dispatch modes."""
+    return (
+        not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
@@ -329,12 +337,12 @@ class _PlainAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         wanted = ctx.needs_input_grad[:3]
         output_mask = wanted[0] + 2 * wanted[1] + 4 * wanted[2]
-        q, k, v, out, lse_parts = ctx.saved_tensors
-        args = (grad_out, None, q, k, v, out, lse_parts, output_mask, ctx.scale, ctx.causal)
-        if torch.is_grad_enabled() or in_transform():
-            grads = _gradients(*args[:8], *Options(*args[8:]).with_tensors(*(None,) * 8))
+        tensors = ctx.saved_tensors
+        if type(grad_out) is torch.Tensor and not torch.is_grad_enabled() and _reaches_kernels():
+            grads = _plain_backward_op(grad_out, *tensors, output_mask, ctx.scale, ctx.causal)
         else:
-            grads = _below_autograd(_backward_op, *args)
+            options = Options(ctx.scale, ctx.causal).with_tensors(*(None,) * 8)
+            grads = _gradients(grad_out, None, *tensors, output_mask, *options)
         return (*(g if need else None for g, need in zip(grads, wanted, strict=False)), None, None)
 
 

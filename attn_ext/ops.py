@@ -11,7 +11,8 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
   :func:`attn_ext.autograd.plain_attention`; it has no derivative (torch warns who asks for one) and no fake.
 * ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, <options>)`` -> gradients of
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
-  back with 0 elements.
+  back with 0 elements. ``attention_backward.plain(grad_out, q, k, v, out, lse_parts, output_mask, scale,
+  causal) -> (grad_q, grad_k, grad_v)``, likewise without derivative and fake.
 * ``attention_jvp(q, k, v, out, lse_parts, <tangents>, <options>) -> (tangent_out, tangent_lse)``: forward
   mode. The tangents are those of q, k, v, bias, float_mask, alibi_slopes, sinks; None: zero.
 

@@ -115,6 +115,14 @@ BackwardResult::Tensors attention_backward(const Tensor& grad_out, const Optiona
   return std::move(call.result).rounded(bias, float_mask);
 }
 
+std::tuple<Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                                                  const Tensor& v, const Tensor& out, const Tensor& lse_parts,
+                                                  int64_t output_mask, double scale, int64_t causal) {
+  auto grads = attention_backward(grad_out, {}, q, k, v, out, lse_parts, output_mask & (kQ | kK | kV),
+                                  ATTN_PLAIN_OPTIONS);
+  return {std::move(std::get<0>(grads)), std::move(std::get<1>(grads)), std::move(std::get<2>(grads))};
+}
+
 std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                                          const Tensor& lse_parts, ATTN_TANGENT_PARAMETERS,
                                          ATTN_OPTION_PARAMETERS) {
@@ -218,6 +226,7 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
   m.impl("attention_forward.plain", TORCH_BOX(&plain_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_backward.plain", TORCH_BOX(&plain_backward));
   m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
   m.impl("attention_forward_plan", TORCH_BOX(&attention_forward_plan));
   m.impl("attention_backward_plan", TORCH_BOX(&attention_backward_plan));

@@ -58,6 +58,21 @@ BackwardResult::Tensors attention_backward(const Tensor& grad_out, const Optiona
   return std::move(result).rounded(bias, float_mask);
 }
 
+std::tuple<Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                                                  const Tensor& v, const Tensor& out, const Tensor& lse_parts,
+                                                  int64_t output_mask, double scale, int64_t causal) {
+  Memory memory(q);
+  const AttentionParams p = make_params(memory, q, k, v, ATTN_PLAIN_OPTIONS);
+  BackwardMemory needs;
+  needs.terms = false;
+  BackwardResult result = allocate_backward(memory, p, grad_out, {}, q, out, lse_parts, {}, {}, {}, {},
+                                            output_mask & (kQ | kK | kV), needs);
+  const Tensor workspace = memory.empty({backward_workspace_bytes(p)}, ScalarType::Byte);
+  result.views.workspace = workspace.data_ptr();
+  cpu_kernels().backward(p, result.views, torch_threads());
+  return {std::move(result.grad_q), std::move(result.grad_k), std::move(result.grad_v)};
+}
+
 std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                                          const Tensor& lse_parts, ATTN_TANGENT_PARAMETERS,
                                          ATTN_OPTION_PARAMETERS) {
@@ -71,7 +86,7 @@ std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " ATTN_OPTION_SCHEMA
         ") -> (Tensor out, Tensor lse, Tensor lse_parts)");
-  // The same for small calls, which feel each argument and each result.
+  // This and the next "plain" one: the same for small calls, which feel each argument and each result.
   m.def(
       "attention_forward.plain(Tensor q, Tensor k, Tensor v, float scale, int causal) "
       "-> (Tensor out, Tensor lse_parts)");
@@ -80,6 +95,9 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "Tensor lse_parts, int output_mask, " ATTN_OPTION_SCHEMA
       ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor "
       "grad_float_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
+  m.def(
+      "attention_backward.plain(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse_parts, "
+      "int output_mask, float scale, int causal) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
   m.def(
       "attention_jvp(Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse_parts, " ATTN_TANGENT_SCHEMA ATTN_OPTION_SCHEMA ") -> (Tensor tangent_out, Tensor tangent_lse)");
@@ -100,6 +118,7 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
   m.impl("attention_forward.plain", TORCH_BOX(&plain_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_backward.plain", TORCH_BOX(&plain_backward));
   m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
 }
 

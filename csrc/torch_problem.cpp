@@ -295,7 +295,7 @@ BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const
   // The gradient of an optional tensor: contiguous, in its shape.
   const auto of_optional = [&](Gradient bit, const OptionalTensor& t, ScalarType grad_dtype,
                                StridedView& view) {
-    if (!(output_mask & bit)) return memory.empty({0}, dtype);
+    if (!(output_mask & bit)) return needs.terms ? memory.empty({0}, dtype) : Tensor();
     STD_TORCH_CHECK(t.has_value(),
                     "attn_ext: output_mask asks for the gradient of a tensor that was not given");
     Tensor grad = memory.empty(t->sizes(), grad_dtype);

@@ -122,6 +122,7 @@ struct BackwardMemory {
   bool aligned_grad_out = false;  // as q, k and v
   // Gradients of bias and float mask in sum_dtype, also where no scores are added up.
   bool single_bias = false;
+  bool terms = true;  // the gradients of bias and what follows it are tensors, if without elements
 };
 
 BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const Tensor& grad_out,

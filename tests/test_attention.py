@@ -120,3 +120,17 @@ def test_gradient_of_a_bias_in_every_broadcast_shape(shape):
         0
     ]
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_lse_of_equal_logits_is_a_logarithm(dtype):
+    """Every power of 2, and the numbers around it, where the kernels' logarithm changes its exponent."""
+    lengths = torch.tensor(
+        sorted({n for b in range(12) for n in (2**b - 1, 2**b, 2**b + 1, 3 * 2**b // 2)} - {0})
+    )
+    q, k = torch.zeros(len(lengths), 1, 7, 8, dtype=dtype), torch.zeros(1, 1, 3072, 8, dtype=dtype)
+    k = k.expand(len(lengths), 1, 3072, 8)
+    for rows in (7, 1):
+        _, lse = attn_ext.attention(q[:, :, :rows], k, k, key_lengths=lengths, return_lse=True)
+        want = lengths.double().log()[:, None, None].expand_as(lse)
+        torch.testing.assert_close(lse.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=0)

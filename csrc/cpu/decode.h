@@ -115,10 +115,9 @@ class Decode {
     }
   }
 
-  void write(int64_t head, const OnlineSoftmax<T>& state) const {
-    for (int64_t r = 0; r < rows_; r++) {
-      const int64_t h = head_of(head % p_.heads_kv, r);
-      state.write(p_, o_, head / p_.heads_kv, h, r % p_.len_q, r);
+  ATTN_ONE_COPY void write(int64_t head, const OnlineSoftmax<T>& state) const {
+    for (int64_t r = 0; r < rows_; r += p_.len_q) {
+      state.write(p_, o_, head / p_.heads_kv, head_of(head % p_.heads_kv, r), 0, r, p_.len_q);
     }
   }
 

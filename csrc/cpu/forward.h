@@ -41,7 +41,7 @@ class ForwardUnit {
                    {max(visible.begin, keys.begin) - keys.begin, min(visible.end, keys.end) - keys.begin}));
       }
     }
-    for (int64_t r = 0; r < rows_; r++) state_.write(p_, o_, b_, h_, i0_ + r, r);
+    state_.write(p_, o_, b_, h_, i0_, 0, rows_);
   }
 
  private:

@@ -60,28 +60,37 @@ struct OnlineSoftmax {
     }
   }
 
-  // Writes the results of row r, which is query i of head h.
-  void write(const AttentionParams& p, const ForwardOutput& to, int64_t b, int64_t h, int64_t i,
-             int64_t r) const {
+  // Writes the results of rows r0 .. r0+rows, the queries from i0 on of head h.
+  void write(const AttentionParams& p, const ForwardOutput& to, int64_t b, int64_t h, int64_t i0, int64_t r0,
+             int64_t rows) const {
+    constexpr int lanes = kLanes<T>;
     const T sink = p.sinks.present ? read_one<T>(p.sinks.at(0, h, 0, 0), p.sinks.dtype) : -infinity<T>();
-    const bool empty = sum[r] == T(0);
-    T largest = empty ? -infinity<T>() : top[r], total = sum[r], rescale = T(1);
-    if (sink != -infinity<T>()) {  // one more logit in the sum, without a key
-      const T now = sink > largest ? sink : largest;
-      rescale = exp<T>(splat<T>(largest - now))[0];
-      total = total * rescale + exp<T>(splat<T>(sink - now))[0];
-      largest = now;
+    for (int64_t r = 0; r < rows; r += lanes) {
+      const Vec<T> keys = load(sum + r0 + r);
+      Vec<T> largest = keys == T(0) ? splat<T>(-infinity<T>()) : load(top + r0 + r);
+      Vec<T> total = keys, factor = splat<T>(T(1));
+      if (sink != -infinity<T>()) {  // one more logit in the sum, without a key
+        const Vec<T> now = max<T>(splat<T>(sink), largest);
+        factor = exp<T>(largest - now);
+        total = total * factor + exp<T>(sink - now);
+        largest = now;
+      }
+      factor /= total;
+      const Vec<T> log_sum = total == T(0) ? Vec<T>{} : log<T>(total);
+      for (int64_t l = 0; l < min(lanes, rows - r); l++) {
+        const int64_t i = i0 + r + l;
+        T* o = out + (r0 + r + l) * ld;
+        // No key took part: 0, whatever hidden values were multiplied by 0.
+        const bool empty = keys[l] == T(0);
+        for (int64_t d = 0; d < ld; d += lanes) store<T>(o + d, empty ? Vec<T>{} : load(o + d) * factor[l]);
+        write_row<T>(to.out.at(b, h, i, 0), to.out.dtype, p.dim_v, o);
+        T* parts = reinterpret_cast<T*>(to.lse_parts.at(b, h, i, 0));
+        parts[0] = largest[l];
+        parts[1] = log_sum[l];
+        if (to.lse.present)
+          *reinterpret_cast<T*>(to.lse.at(b, h, i, 0)) = T(double(largest[l]) + double(log_sum[l]));
+      }
     }
-    T* o = out + r * ld;
-    const T factor = rescale / total;
-    // No key took part: 0, whatever hidden values were multiplied by 0.
-    for (int64_t d = 0; d < ld; d += kLanes<T>) store<T>(o + d, empty ? Vec<T>{} : load(o + d) * factor);
-    write_row<T>(to.out.at(b, h, i, 0), to.out.dtype, p.dim_v, o);
-    const T log_sum = total == T(0) ? T(0) : log(total);
-    T* parts = reinterpret_cast<T*>(to.lse_parts.at(b, h, i, 0));
-    parts[0] = largest;
-    parts[1] = log_sum;
-    if (to.lse.present) *reinterpret_cast<T*>(to.lse.at(b, h, i, 0)) = T(double(largest) + double(log_sum));
   }
 };
 

@@ -233,8 +233,31 @@ ATTN_INLINE Vec<T> exp(Vec<T> x) {
   return exp2_of_parts<T, S::kExpDegree>(shifted, x * T(kLog2E) - (shifted - S::kMagic));
 }
 
-inline float log(float x) { return __builtin_logf(x); }
-inline double log(double x) { return __builtin_log(x); }
+// log x for x >= 1 (or NaN), within 2 units in the last place: with x = 2^e m, m between sqrt(1/2) and sqrt(2), and
+// s = (m - 1) / (m + 1), log x = e log 2 + 2 (s + s^3 / 3 + s^5 / 5 + ...). |s| < 0.172: the first term left out is below
+// 3e-10 of the sum in float, 3e-18 in double. log 2 comes in two parts, of which e times the first is exact.
+template <class T, int k = 0>
+ATTN_INLINE Vec<T> log_series(Vec<T> s_squared) {
+  if constexpr (k == (sizeof(T) == 4 ? 5 : 11)) {
+    return splat<T>(T(1) / T(2 * k + 1));
+  } else {
+    return log_series<T, k + 1>(s_squared) * s_squared + T(1) / T(2 * k + 1);
+  }
+}
+template <class T>
+ATTN_INLINE Vec<T> log(Vec<T> x) {
+  using Bits = typename SimdTypes<T>::Bits;
+  constexpr int mantissa = SimdTypes<T>::kMantissa;
+  constexpr T high = sizeof(T) == 4 ? T(0.693359375) : T(0.69314718036912381649);
+  constexpr T low = T(0.69314718055994530942 - (sizeof(T) == 4 ? 0.693359375 : 0.69314718036912381649));
+  const Bits least = (Bits)splat<T>(T(0.70710678118654752440));
+  const Bits exponent = ((Bits)x - least) >> mantissa;
+  const Vec<T> m = (Vec<T>)((Bits)x - (exponent << mantissa));
+  const Vec<T> e = __builtin_convertvector((IntVec<T>)exponent, Vec<T>);
+  const Vec<T> s = (m - T(1)) / (m + T(1));
+  const Vec<T> result = (log_series<T>(s * s) * s * T(2) + e * low) + e * high;
+  return x == x ? result : x;
+}
 
 // tanh(x) = -sign(x) e / (2 + e) with e = exp(-2 |x|) - 1. Where the exponent needs no whole power of 2, e comes from
 // the series without its leading 1, so that small x keep their relative accuracy: the result is multiplied by a cap
