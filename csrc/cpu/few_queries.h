@@ -55,7 +55,24 @@ inline void few_scores(const StridedView& k, int64_t b, int64_t h, int64_t j0, i
   }
 }
 
-// out[r] += sum_j p[r][j] v[j] for 2 * pairs vectors of columns, which stay in registers; v rows of `step` elements.
+// Rows [rows][ld] in the order in which pairs of their columns are read, or back from it.
+template <class T, bool back>
+inline void reorder_pairs(const T* from, int64_t ld, int64_t rows, int64_t width, T* to) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t r = 0; r < rows; r++, from += ld, to += ld) {
+    int64_t d = 0;
+    for (; d + 2 * lanes <= width; d += 2 * lanes) {
+      const VecPair<T> x = {load(from + d), load(from + d + lanes)};
+      const VecPair<T> moved = back ? merged<T>(x) : even_and_odd<T>(x);
+      store<T>(to + d, moved.a);
+      store<T>(to + d + lanes, moved.b);
+    }
+    for (; d < ld; d += lanes) store<T>(to + d, load(from + d));
+  }
+}
+
+// out[r] += sum_j p[r][j] v[j] for 2 * pairs vectors of columns, which stay in registers; v rows of `step` elements. Columns
+// of out are in the reader's order.
 template <class T, class Reader, int rows, int pairs>
 inline void few_columns(const typename Reader::Element* v, int64_t step, int64_t n, const T* p, int64_t ld_p,
                         T* out, int64_t ld) {
@@ -65,7 +82,6 @@ inline void few_columns(const typename Reader::Element* v, int64_t step, int64_t
     for (int x = 0; x < pairs; x++) {
       const T* o = out + r * ld + 2 * x * lanes;
       sum[r][x] = {load(o), load(o + lanes)};
-      if (Reader::kEvenAndOdd) sum[r][x] = even_and_odd<T>(sum[r][x]);
     }
   }
 #pragma GCC unroll 2
@@ -83,7 +99,6 @@ inline void few_columns(const typename Reader::Element* v, int64_t step, int64_t
   for (int r = 0; r < rows; r++) {
     for (int x = 0; x < pairs; x++) {
       T* o = out + r * ld + 2 * x * lanes;
-      if (Reader::kEvenAndOdd) sum[r][x] = merged<T>(sum[r][x]);
       store<T>(o, sum[r][x].a);
       store<T>(o + lanes, sum[r][x].b);
     }
@@ -100,6 +115,7 @@ inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, i
   // Pairs of sums that fit into half of the registers, but enough of them to hide the latency of an addition.
   constexpr int lanes = kLanes<T>, registers = kPanelVectors == 4 ? 32 : 16;
   constexpr int pairs = rows == 1 ? 4 : registers / 4 / (rows == 3 ? 4 : rows);
+  if constexpr (Reader::kEvenAndOdd) reorder_pairs<T, false>(out, ld, rows, width, out);
   for (int64_t j1 = 0; j1 < n; j1 += kRowsAtOnce) {
     const int64_t most = min(kRowsAtOnce, n - j1);
     prefetch_rows(v, b, h, j0 + j1 + most, j0 + min(j1 + most + kRowsAtOnce, n), width);
@@ -120,6 +136,7 @@ inline void few_values(const StridedView& v, int64_t b, int64_t h, int64_t j0, i
       for (int r = 0; r < rows; r++) store<T>(out + r * ld + d, sum[r]);
     }
   }
+  if constexpr (Reader::kEvenAndOdd) reorder_pairs<T, true>(out, ld, rows, width, out);
 }
 
 // The two products of a key block, for any dtype and up to kFewQueries rows.
@@ -152,19 +169,8 @@ struct FewQueries {
  private:
   // q in the order in which pairs of its keys are read.
   static const T* even_and_odd_rows(const T* q, int64_t ld, int64_t rows, int64_t depth) {
-    constexpr int lanes = kLanes<T>;
     T* moved = scratch<T>(kStrip, rows * ld);
-    for (int64_t r = 0; r < rows; r++) {
-      const T* from = q + r * ld;
-      T* to = moved + r * ld;
-      int64_t d = 0;
-      for (; d + 2 * lanes <= depth; d += 2 * lanes) {
-        const VecPair<T> x = even_and_odd<T>({load(from + d), load(from + d + lanes)});
-        store<T>(to + d, x.a);
-        store<T>(to + d + lanes, x.b);
-      }
-      for (; d < ld; d += lanes) store<T>(to + d, load(from + d));
-    }
+    reorder_pairs<T, false>(q, ld, rows, depth, moved);
     return moved;
   }
 };
