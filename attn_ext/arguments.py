@@ -66,6 +66,14 @@ def tf32_switch():
 tf32_switch._dynamo_marked_constant = True
 
 
+def autocast_enabled(t):
+    """Whether autocast is on for t's device; there is none for meta tensors.
+
+    First whether it is on at all: to ask for a device takes as long as all other checks of a call.
+    """
+    return torch._C._is_any_autocast_enabled() and not t.is_meta and torch.is_autocast_enabled(t.device.type)
+
+
 def qkv(q, k, v, names=("q", "k", "v")):
     """Check types, dtypes and devices; return q, k, v, cast as autocast asks, and whether autocast is on.
 
@@ -73,7 +81,7 @@ def qkv(q, k, v, names=("q", "k", "v")):
     """
     for name, t in zip(names, (q, k, v), strict=True):
         check_tensor(name, t)
-    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
+    autocast = autocast_enabled(q)
     if autocast:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (
@@ -89,7 +97,7 @@ def qkv(q, k, v, names=("q", "k", "v")):
     if not q.device == k.device == v.device:
         got = ", ".join(f"{name} {t.device}" for name, t in zip(names, (q, k, v), strict=True))
         raise ArgumentTypeError(f"{_list(names)} must be on the same device, got {got}")
-    if q.device.type not in DEVICES:
+    if not q.is_cpu and q.device.type not in DEVICES:
         raise ArgumentTypeError(f"{_list(names)} must be on the CPU or on a CUDA GPU, got {q.device}")
     if q.is_cuda and ops.CUDA_PROBLEM:
         raise ArgumentTypeError(
@@ -415,7 +423,8 @@ def _is_int(x):
 
 def _number(name, value, allowed, is_allowed):
     """A float, checked by comparisons: where torch.compile makes it symbolic, they are guards on a range."""
-    if not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+    # float and int are numbers.Real, too, but that is asked of an abstract class, which takes longer
+    if not isinstance(value, (float, int, numbers.Real, torch.SymFloat, torch.SymInt)):
         raise ArgumentTypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
     try:
         if is_allowed(value):

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from . import arguments, weights
+from . import arguments, kernel_weights, weights
 from . import autograd as _autograd
 from .masks import BlockMask
 
@@ -105,28 +105,30 @@ def attention(
         and not return_lse
         and return_weights != "colsum"
         and _is_zero(dropout_p)
-        and (out := _plain(q, k, v, scale, arguments.alignment(causal), True)) is not None
     ):
+        args = (q, k, v, scale, arguments.alignment(causal))
         if return_weights is None:
-            return out
-        terms, blocks = (None,) * 7, (None, None)
-        options = _autograd.Options(arguments.scale_factor(scale, q.shape[3]), arguments.alignment(causal))
-    else:
-        q, k, v, terms, rng_state, options = resolve(
-            q, k, v, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
-            dropout_p=dropout_p, generator=generator,
-        )  # fmt: skip
-        blocks = blocks_of(block_mask, q, k.shape[2])
-        out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options, *blocks)
-        if return_weights is None:
-            return (out, lse) if return_lse else out
-    if return_weights in ("full", "mean_heads"):
-        if block_mask is not None:  # a matrix of their size is made anyway
-            terms = weights.with_dense_mask(terms, block_mask)
-        p = (weights.full if return_weights == "full" else weights.mean_heads)(q, k, *terms, options)
-    else:
+            result = _plain(*args, True)
+        else:
+            result = kernel_weights.plain_attention(return_weights, *args)
+        if result is not None:
+            return result
+    q, k, v, terms, rng_state, options = resolve(
+        q, k, v, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths, query_lengths=query_lengths,
+        dropout_p=dropout_p, generator=generator,
+    )  # fmt: skip
+    blocks = blocks_of(block_mask, q, k.shape[2])
+    if return_weights in ("full", "mean_heads") and kernel_weights.covers(q, terms):
+        out, lse, p = kernel_weights.attention(return_weights, q, k, v, terms, rng_state, block_mask, options)
+        return (out, lse, p) if return_lse else (out, p)
+    out, lse, lse_parts = _autograd.attention(q, k, v, *terms, rng_state, options, *blocks)
+    if return_weights is None:
+        return (out, lse) if return_lse else out
+    if return_weights == "colsum":
         p = weights.column_sums(q, k, lse_parts, *terms, *blocks, options)
+    else:
+        p = weights.by_formula(return_weights, q, k, terms, block_mask, options)
     return (out, lse, p) if return_lse else (out, p)
 
 

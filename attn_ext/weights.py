@@ -1,7 +1,8 @@
-"""The attention probabilities themselves, for ``attention(return_weights=...)``.
+"""The attention probabilities themselves, for ``attention(return_weights=...)``, by formula and as sums.
 
-They come from the reference formula, not from exp(s - LSE): a float32 LSE near 3e5 is only known to 0.03, an
-error of 3 % in the weights; a softmax that subtracts the row's maximum is right at any size of the logits.
+The formula is the reference's, not exp(s - LSE): a float32 LSE near 3e5 is only known to 0.03, an error of
+3 % in the weights; a softmax that subtracts the row's maximum is right at any size of the logits. So are the
+kernels that :mod:`attn_ext.kernel_weights` has them from: they keep the maximum and the sum apart.
 """
 
 import math
@@ -16,6 +17,13 @@ HEAD_CHUNK_SCORES = 1 << 18
 # In how many parts compiled code takes the heads, whatever the sizes: it must not be compiled anew for each,
 # and each part is traced, forward and backward.
 COMPILED_CHUNKS = 4
+
+
+def by_formula(kind, q, k, terms, block_mask, options):
+    """The weights of kind "full" or "mean_heads" by plain torch operations, on every device."""
+    if block_mask is not None:  # a matrix of their size is made anyway
+        terms = with_dense_mask(terms, block_mask)
+    return (full if kind == "full" else mean_heads)(q, k, *terms, options)
 
 
 def full(q, k, bias, float_mask, bool_mask, alibi_slopes, sinks, key_lengths, query_lengths, options):

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_ext import attention, functional, reference, scaled_dot_product_attention
+from attn_ext import attention, functional, kernel_weights, reference, scaled_dot_product_attention
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 3, 2
 OPTIONS = {
@@ -28,8 +28,13 @@ def make_inputs(dtype=torch.float64):
 
 @pytest.fixture
 def long_way(monkeypatch):
-    """A function that takes the short way from whoever calls it."""
-    return lambda: monkeypatch.setattr(functional, "_plain", lambda *args: None)
+    """A function that takes the short ways from whoever calls it."""
+
+    def close():
+        monkeypatch.setattr(functional, "_plain", lambda *args: None)
+        monkeypatch.setattr(kernel_weights, "plain_attention", lambda *args: None)
+
+    return close
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

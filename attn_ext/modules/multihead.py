@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -246,9 +247,12 @@ class MultiHeadAttention(nn.Module):
         if self.position is not None:
             placed_q, placed_k, terms = self.position.attention_terms(q, k)
             terms = dict(terms)  # to take the bias out of
-        biases = {"attn_bias": attn_bias, "position's bias": terms.pop("bias", None)}
-        sizes = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-        mask, bias = score_terms(key_padding_mask, attn_mask, biases, sizes, batched, v.dtype)
+        position_bias = terms.pop("bias", None)
+        mask = bias = None
+        if not key_padding_mask is attn_mask is attn_bias is position_bias is None:
+            biases = {"attn_bias": attn_bias, "position's bias": position_bias}
+            sizes = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
+            mask, bias = score_terms(key_padding_mask, attn_mask, biases, sizes, batched, v.dtype)
         weights_kind = None
         if need_weights:
             weights_kind = "mean_heads" if average_attn_weights else "full"
@@ -275,29 +279,28 @@ class MultiHeadAttention(nn.Module):
             raise ArgumentValueError(
                 f"query must be 2-D (unbatched) or 3-D (batched), got {tuple(query.shape)}"
             )
-        inputs = {"query": query, "key": key, "value": value}
-
-        def shapes() -> str:
-            return ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items())
-
-        for (name, x), size_name in zip(inputs.items(), ("embed_dim", "kdim", "vdim"), strict=True):
+        inputs = (query, key, value)
+        for name, x, size_name, size in (
+            ("query", query, "embed_dim", self.embed_dim),
+            ("key", key, "kdim", self.kdim),
+            ("value", value, "vdim", self.vdim),
+        ):
             if x.dim() != query.dim():
-                raise ArgumentValueError(f"{name} must be {query.dim()}-D like query, got {shapes()}")
-            size = getattr(self, size_name)
+                raise ArgumentValueError(f"{name} must be {query.dim()}-D like query, got {_shapes(*inputs)}")
             if x.shape[-1] != size:
                 raise ArgumentValueError(
-                    f"{name} must have {size_name}={size} in its last dimension, got {shapes()}"
+                    f"{name} must have {size_name}={size} in its last dimension, got {_shapes(*inputs)}"
                 )
-        if key.shape[:-1] != value.shape[:-1]:
+        if key is not value and key.shape[:-1] != value.shape[:-1]:
             raise ArgumentValueError(
-                f"key and value must have the same length and batch size, got {shapes()}"
+                f"key and value must have the same length and batch size, got {_shapes(*inputs)}"
             )
         batch_dim = 0 if self.batch_first else 1
-        if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
+        if query is not key and query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
             layout = "(N, L, E)" if self.batch_first else "(L, N, E)"
             raise ArgumentValueError(
                 f"query and key must have the same batch size N, in the layout {layout} "
-                f"(batch_first={self.batch_first}), got {shapes()}"
+                f"(batch_first={self.batch_first}), got {_shapes(*inputs)}"
             )
 
     def _project(
@@ -311,7 +314,7 @@ class MultiHeadAttention(nn.Module):
         packed, bias = self.in_proj_weight, self.in_proj_bias
         separate = () if packed is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         parameters = packed if packed is not None else separate[0]
-        if bias is not None:
+        if bias is not None and bias.dtype != parameters.dtype:
             bias = bias.to(parameters.dtype)  # torch's module promotes a bias of a narrower dtype
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dtype != parameters.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -334,14 +337,17 @@ class MultiHeadAttention(nn.Module):
             self._split_heads(x, batched, h)[0] for x, h in ((q, heads), (k, kv_heads), (v, kv_heads))
         )
 
-    def _split_heads(self, x: Tensor, batched: bool, *heads: int) -> list[Tensor]:
+    def _split_heads(self, x: Tensor, batched: bool, *heads: int) -> Sequence[Tensor]:
         """A view (N, h, L, D) for each h of heads; x (N, L, sum(heads) * D), or (L, N, ...) or (L, ...)."""
         x = x if batched else x.unsqueeze(0)
-        x = x.view(*x.shape[:2], sum(heads), self.head_dim)
-        parts = x.split(heads, 2) if len(heads) > 1 else [x]
-        if batched and not self.batch_first:
-            return [part.permute(1, 2, 0, 3) for part in parts]
-        return [part.transpose(1, 2) for part in parts]
+        x = x.view(x.shape[0], x.shape[1], sum(heads), self.head_dim)
+        order = (1, 2, 0, 3) if batched and not self.batch_first else (0, 2, 1, 3)
+        if len(heads) == 1:
+            return [x.permute(order)]
+        if not x.requires_grad:
+            return x.permute(order).split_with_sizes(heads, 1)
+        # In this order the backward puts the parts together in the layout of x: it takes no further copy.
+        return [part.permute(order) for part in x.split_with_sizes(heads, 2)]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options):
         """What `attention` returns, with the module's own options."""
@@ -416,6 +422,10 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         names = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "dropout", "batch_first")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def _normalised(norm: nn.Module, x: Tensor) -> Tensor:
