@@ -12,6 +12,8 @@ import torch
 
 from . import arguments, autograd, reference, weights
 
+_weights_op = torch.ops.attn_ext.attention_weights
+
 # Those of q, k, v and the terms (bias, float_mask, bool_mask, alibi_slopes, sinks, lengths) with a gradient:
 # its place in the results of the backward op is its bit in output_mask, too.
 _GRADIENTS = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 6: 5, 7: 6}
@@ -59,21 +61,21 @@ def attention(kind, q, k, v, terms, rng_state, block_mask, options):
 
 def _forward(kind, block_mask, options, rng_state, q, k, v, *terms):
     """(out, lse, lse_parts, weights)."""
-    (batch, heads, len_q, _), (_, heads_kv, len_k, _) = q.shape, k.shape
     is_mean = kind == "mean_heads"
+    if not terms:
+        out, lse_parts = autograd._plain_op(q, k, v, *options[:2])
+        p = _weights_op(q, k, lse_parts, *options[:2], is_mean)
+        return out, None, lse_parts, p.squeeze(1) if is_mean else p
+    (batch, heads, len_q, _), (_, heads_kv, len_k, _) = q.shape, k.shape
     zero = q.new_zeros(1)
     no_bias = zero.expand(batch, 1 if is_mean else heads, len_q, len_k)
-    if terms:
-        tensors = _optional_tensors(terms, rng_state, block_mask)
-        args = (q, k, v, *options.with_tensors(*tensors))
-        out, lse, lse_parts = autograd._below_autograd(autograd._forward_op, *args)
-        bias, float_mask, *others = tensors
-        place = _BIAS if bias is None else _FLOAT_MASK
-        added = (no_bias, float_mask) if bias is None else (bias, no_bias)
-        numbers = options._replace(dropout_p=0.0).with_tensors(*added, *others)
-    else:  # then the arguments after these have their defaults, which take less time
-        out, lse_parts = autograd._plain_op(q, k, v, options.scale, options.causal)
-        lse, place, numbers = None, _BIAS, (*options[:6], no_bias)
+    tensors = _optional_tensors(terms, rng_state, block_mask)
+    args = (q, k, v, *options.with_tensors(*tensors))
+    out, lse, lse_parts = autograd._below_autograd(autograd._forward_op, *args)
+    bias, float_mask, *others = tensors
+    place = _BIAS if bias is None else _FLOAT_MASK
+    added = (no_bias, float_mask) if bias is None else (bias, no_bias)
+    numbers = options._replace(dropout_p=0.0).with_tensors(*added, *others)
     no_value = zero.expand(batch, heads_kv, len_k, 1)
     no_grad_out = out_of_zeros = zero.expand(batch, heads, len_q, 1)
     grad_lse = lse_parts.new_full((batch, heads, len_q), 1 / max(1, heads) if is_mean else 1.0)

@@ -13,6 +13,8 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
   back with 0 elements. ``attention_backward.plain(grad_out, q, k, v, out, lse_parts, output_mask, scale,
   causal) -> (grad_q, grad_k, grad_v)``, likewise without derivative and fake.
+* ``attention_weights(q, k, lse_parts, scale, causal, mean_heads)`` -> (B, Hq, Nq, Nk), with mean_heads
+  (B, 1, Nq, Nk), the probabilities, in eager code on the CPU; likewise without derivative and fake.
 * ``attention_jvp(q, k, v, out, lse_parts, <tangents>, <options>) -> (tangent_out, tangent_lse)``: forward
   mode. The tangents are those of q, k, v, bias, float_mask, alibi_slopes, sinks; None: zero.
 

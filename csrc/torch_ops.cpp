@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -73,6 +74,42 @@ std::tuple<Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out, const 
   return {std::move(result.grad_q), std::move(result.grad_k), std::move(result.grad_v)};
 }
 
+// The probabilities, or their mean over heads: dlse[i] / dbias[i][j] = P[i][j], so they are the gradient of a bias of
+// zeros. It, the values and what comes of them take one 0 of memory, through strides of 0.
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse_parts, double scale,
+                         int64_t causal, bool mean_heads) {
+  Memory memory(q);
+  AttentionParams p = make_params(memory, q, k, k, ATTN_PLAIN_OPTIONS);
+  double zero = 0;
+  StridedView zeros;
+  zeros.data = &zero;
+  zeros.dtype = p.q.dtype;
+  zeros.present = true;
+  p.v = p.bias = zeros;
+  p.dim_v = 1;
+
+  BackwardIO io;
+  io.out = io.grad_out = zeros;
+  io.lse_parts = memory.saved_lse_parts(lse_parts, p);
+  const bool is_double = p.q.dtype == DType::kFloat64;
+  const double share = mean_heads ? 1.0 / double(std::max<int64_t>(p.heads_q, 1)) : 1.0;
+  float share_in_float = float(share);
+  io.grad_lse = zeros;
+  io.grad_lse.dtype = is_double ? DType::kFloat64 : DType::kFloat32;
+  io.grad_lse.data = is_double ? static_cast<void*>(const_cast<double*>(&share)) : &share_in_float;
+
+  const int64_t heads = mean_heads ? 1 : p.heads_q;
+  Tensor weights = memory.empty({p.batch, heads, p.len_q, p.len_k},
+                                mean_heads && !is_double ? ScalarType::Float : q.scalar_type());
+  io.grad_bias = memory.strided(weights, "weights");
+  const int64_t size[4] = {p.batch, heads, p.len_q, p.len_k};
+  std::copy_n(size, 4, io.bias_size);
+  const Tensor workspace = memory.empty({backward_workspace_bytes(p)}, ScalarType::Byte);
+  io.workspace = workspace.data_ptr();
+  cpu_kernels().backward(p, io, torch_threads());
+  return torch::stable::to(weights, q.scalar_type());
+}
+
 std::tuple<Tensor, Tensor> attention_jvp(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                                          const Tensor& lse_parts, ATTN_TANGENT_PARAMETERS,
                                          ATTN_OPTION_PARAMETERS) {
@@ -101,6 +138,9 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def(
       "attention_jvp(Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse_parts, " ATTN_TANGENT_SCHEMA ATTN_OPTION_SCHEMA ") -> (Tensor tangent_out, Tensor tangent_lse)");
+  m.def(
+      "attention_weights(Tensor q, Tensor k, Tensor lse_parts, float scale, int causal, bool mean_heads) "
+      "-> Tensor");
   // What the three would launch on a GPU (torch_cuda.cpp): the plan as JSON bytes, the results, the
   // workspace, and copies that had to be made.
   m.def(
@@ -120,6 +160,7 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("attention_backward.plain", TORCH_BOX(&plain_backward));
   m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
+  m.impl("attention_weights", TORCH_BOX(&attention_weights));
 }
 
 }  // namespace

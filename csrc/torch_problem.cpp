@@ -94,6 +94,15 @@ StridedView Memory::score_term(const OptionalTensor& t, const AttentionParams& p
   return view;
 }
 
+StridedView Memory::saved_lse_parts(const Tensor& t, const AttentionParams& p) {
+  STD_TORCH_CHECK(is_shape(t.sizes(), {p.batch, p.heads_q, p.len_q, 2}),
+                  "attn_ext: lse_parts must have the shape that forward returned");
+  const StridedView view = rows(t, "lse_parts");
+  STD_TORCH_CHECK(view.dtype == (p.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32),
+                  "attn_ext: lse_parts must have lse's dtype");
+  return view;
+}
+
 StridedView Memory::per_head(const OptionalTensor& t, const AttentionParams& p, bool batched,
                              const char* name) {
   if (!t.has_value()) return {};
@@ -258,14 +267,11 @@ ForwardResult allocate_forward(Memory& memory, const AttentionParams& p, const T
 // What a forward returned, given back to a derivative.
 static void view_saved(Memory& memory, const AttentionParams& p, const Tensor& out, const Tensor& lse_parts,
                        StridedView& out_view, StridedView& lse_parts_view) {
-  STD_TORCH_CHECK(is_shape(out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}) &&
-                      is_shape(lse_parts.sizes(), {p.batch, p.heads_q, p.len_q, 2}),
-                  "attn_ext: out and lse_parts must have the shape that forward returned");
+  STD_TORCH_CHECK(is_shape(out.sizes(), {p.batch, p.heads_q, p.len_q, p.dim_v}),
+                  "attn_ext: out must have the shape that forward returned");
   out_view = memory.rows(out, "out");
-  lse_parts_view = memory.rows(lse_parts, "lse_parts");
-  const DType lse_dtype = p.q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  STD_TORCH_CHECK(out_view.dtype == p.q.dtype && lse_parts_view.dtype == lse_dtype,
-                  "attn_ext: out must have q's dtype, lse_parts have lse's");
+  STD_TORCH_CHECK(out_view.dtype == p.q.dtype, "attn_ext: out must have q's dtype");
+  lse_parts_view = memory.saved_lse_parts(lse_parts, p);
 }
 
 BackwardResult allocate_backward(Memory& memory, const AttentionParams& p, const Tensor& grad_out,

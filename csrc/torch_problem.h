@@ -62,6 +62,9 @@ class Memory {
   // A 4-D tensor that broadcasts to (B, Hq, Nq, Nk).
   StridedView score_term(const OptionalTensor& t, const AttentionParams& p, bool is_bool, const char* name);
 
+  // What a forward returned for a derivative.
+  StridedView saved_lse_parts(const Tensor& t, const AttentionParams& p);
+
   // (Hq,), or (B, Hq) where `batched` allows it, as a view with batch and head strides.
   StridedView per_head(const OptionalTensor& t, const AttentionParams& p, bool batched, const char* name);
 
