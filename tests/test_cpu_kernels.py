@@ -204,6 +204,15 @@ def test_subnormal_bfloat16_with_a_huge_factor(large):
     check((q.double() * large).bfloat16(), (k.double() * small).bfloat16(), v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_window_that_leaves_the_keys_within_a_strip(dtype):
+    """The first rows of a strip see all keys of a tile, the last ones are past them and see nothing."""
+    torch.manual_seed(0)
+    q, k, v = qkv(1, 2, 300, 300, 24, dtype=dtype)
+    for left in (16, 20, 33, 48, 70):
+        check(q, k, v, window=(left, 100), key_lengths=torch.tensor([128]))
+
+
 def test_scale_that_lifts_a_subnormal():
     q, k, v = qkv(1, 1, 40, 50, 16, dtype=torch.bfloat16)
     check((q.double() * 1e-39).bfloat16(), k, v, scale=1e38)

@@ -70,7 +70,8 @@ class AmxForwardProducts {
     return {visible.begin / kTile * kTile, min(n_, round_up(visible.end, kTile))};
   }
 
-  void scores(int64_t r0, int64_t rows, const KeyRange& keys, float* score) const {
+  void scores(int64_t r0, int64_t rows, const KeyRange& keys, float* score,
+              const Companion& /* term */) const {
     const int64_t n = keys.end - keys.begin;
     tile_product<parts, true>(kTile, round_up(n, kTile), depth_, q_.from(r0, 0), key_.from(0, keys.begin),
                               false, score, kBlockKeys);

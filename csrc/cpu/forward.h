@@ -48,7 +48,7 @@ class ForwardUnit {
   // Rows r0 .. r0+rows of the unit meet some keys of the block that begins with key `block`.
   void attend(int64_t r0, int64_t rows, int64_t block, const KeyRange& keys) {
     const int64_t j0 = block + keys.begin, n = keys.end - keys.begin;
-    products_.scores(r0, rows, keys, score_);
+    products_.scores(r0, rows, keys, score_, scores_.term(i0_ + r0, j0));
     scores_.finish(score_, kBlockKeys, i0_ + r0, rows, j0, n, nullptr);
     bool& started = started_[r0 / Products::kStripRows];
     state_.template add<Products::kStripRows>(r0, rows, padded<T>(n), started, score_);

@@ -13,9 +13,9 @@ inline KeyRange from_panel(const KeyRange& keys) {
 template <class T>
 class ForwardProducts {
  public:
-  // Packing a key block costs about as much as 12 rows of its products, so 768 rows keep it below 2%. Scores come in
-  // strips of fewer rows, to stay in cache.
-  static constexpr int64_t kUnitRows = 768, kStripRows = 48, kKeyStep = 1;
+  // Packing a key block costs about as much as 12 rows of its products (24 at AVX-512), so 1056 rows keep it at 1 to 2.5%,
+  // and 1024 queries are one unit. Scores come in strips of fewer rows, to stay in cache.
+  static constexpr int64_t kUnitRows = 1056, kStripRows = 48, kKeyStep = 1;
 
   // For units of up to `rows` queries. The flag is for products that cannot do with every number.
   ForwardProducts(const AttentionParams& p, int64_t rows, bool* /* in_range */)
@@ -47,11 +47,11 @@ class ForwardProducts {
   // The keys of the block, counted from its first, that a strip has to meet which sees `visible` of them.
   KeyRange meet(const KeyRange& visible) const { return from_panel<T>(visible); }
 
-  // scale * Q K^T of rows r0 .. r0+rows and these keys, to [rows][kBlockKeys].
-  void scores(int64_t r0, int64_t rows, const KeyRange& keys, T* score) const {
+  // scale * Q K^T of rows r0 .. r0+rows and these keys, to [rows][kBlockKeys]. `term` is what will be added to them.
+  void scores(int64_t r0, int64_t rows, const KeyRange& keys, T* score, const Companion& term) const {
     const Panels<T> key = {key_ + keys.begin * p_.dim_qk, n_ - keys.begin, p_.dim_qk};
     matmul<T, false>(rows, keys.end - keys.begin, p_.dim_qk, q_ + r0 * ld_q_, ld_q_, key, false, score,
-                     kBlockKeys);
+                     kBlockKeys, term);
   }
 
   // out[rows][ld_out] = P V, or += where it is not the first.
@@ -85,7 +85,6 @@ class GradProducts {
       : ld_q(padded<T>(p.dim_qk)), ld_v(padded<T>(p.dim_v)), p_(p), io_(io), few_(p.len_q <= kFewQueries) {
     q_rows_ = scratch<T>(kQuery, kRows * ld_q);
     q_panels_ = scratch<T>(kQueryPanel, kRows * ld_q);
-    grad_out_rows_ = scratch<T>(kGradOut, kRows * ld_v);
     grad_out_panels_ = scratch<T>(kGradOutPanel, kRows * ld_v);
     prob_ = scratch<T>(kScore, kRows * kKeys);
     grad_scores_ = scratch<T>(kGradScore, kRows * kKeys);
@@ -107,7 +106,14 @@ class GradProducts {
     b_ = b;
     rows_ = rows;
     pack_rows<T>(p_.q, b, h, i0, rows, p_.dim_qk, T(p_.scale), q_rows_, ld_q);
-    pack_rows<T>(io_.grad_out, b, h, i0, rows, p_.dim_v, T(1), grad_out_rows_, ld_v);
+    const StridedView& grad_out = io_.grad_out;
+    if (size_of(grad_out.dtype) == int64_t(sizeof(T)) && grad_out.stride[2] == ld_v) {  // as if packed
+      grad_out_rows_ = reinterpret_cast<const T*>(grad_out.at(b, h, i0, 0));
+    } else {
+      T* packed = scratch<T>(kGradOut, kRows * ld_v);
+      pack_rows<T>(grad_out, b, h, i0, rows, p_.dim_v, T(1), packed, ld_v);
+      grad_out_rows_ = packed;
+    }
     if (want_grad_kv) {
       pack_panels<T>(p_.q, b, h, i0, rows, p_.dim_qk, true, q_panels_);
       pack_panels<T>(io_.grad_out, b, h, i0, rows, p_.dim_v, false, grad_out_panels_);
@@ -211,7 +217,8 @@ class GradProducts {
   const BackwardIO& io_;
   const bool few_;
   int64_t b_ = 0, h_kv_ = 0, j0_ = 0, n_ = 0, rows_ = 0;
-  T *q_rows_, *q_panels_, *grad_out_rows_, *grad_out_panels_;
+  T *q_rows_, *q_panels_, *grad_out_panels_;
+  const T* grad_out_rows_ = nullptr;  // [rows][ld_v], for reading dim_v columns
   T *prob_, *grad_scores_, *key_transposed_, *key_panels_, *value_transposed_;
   KeyRange seen_[kRows / kStripRows] = {};  // by each strip
 };

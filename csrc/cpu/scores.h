@@ -22,7 +22,9 @@ template <class T>
 class Scores {
  public:
   Scores(const AttentionParams& p, int64_t b, int64_t h)
-      : p_(p), b_(b), h_(h), keys_(p.valid_keys(b)), queries_(p.valid_queries(b)) {
+      : p_(p), b_(b), h_(h), keys_(p.valid_keys(b)), queries_(p.valid_queries(b)),
+        only_intervals_(!has_cap<T>(p) && !p.bias.present && !p.float_mask.present &&
+                        !p.alibi_slopes.present && !p.bool_mask.present && !p.block_mask.present()) {
     if (p.alibi_slopes.present) slope_ = read_one<T>(p.alibi_slopes.at(b, h, 0, 0), p.alibi_slopes.dtype);
   }
 
@@ -53,6 +55,13 @@ class Scores {
       for (int64_t i = last; i >= i0 && end == 0; i--) end = visible(i).end;
     }
     return end > begin ? KeyRange{begin, end} : KeyRange{0, 0};
+  }
+
+  // Whether rows i0 .. i0+rows see all of the keys j0 .. j0+n, as far as intervals tell. What a row sees grows at both ends
+  // from row to row, unless it is nothing.
+  bool all_visible(int64_t i0, int64_t rows, int64_t j0, int64_t n) const {
+    const KeyRange first = visible(i0), last = visible(i0 + rows - 1);
+    return first.end >= j0 + n && last.begin <= j0 && last.end >= j0 + n;
   }
 
   // Whether rows i0 .. i0+rows see any of the keys j0 .. j0+n, as far as intervals and the block mask tell.
@@ -89,6 +98,7 @@ class Scores {
   // Hidden keys, and the columns from n up to padded(n), become -inf. With softcap and `slope_of_cap` given, writes
   // the derivative d(capped)/d(raw) there, which the backward needs.
   void finish(T* s, int64_t ld, int64_t i0, int64_t rows, int64_t j0, int64_t n, T* slope_of_cap) const {
+    if (only_intervals_ && n == padded<T>(n) && all_visible(i0, rows, j0, n)) return;  // most tiles
     for (int64_t r = 0; r < rows; r++) {
       T* row = s + r * ld;
       const int64_t i = i0 + r;
@@ -109,6 +119,17 @@ class Scores {
       for (int64_t j = 0; j < begin; j++) row[j] = -infinity<T>();
       for (int64_t j = end; j < padded<T>(n); j++) row[j] = -infinity<T>();
     }
+  }
+
+  // What finish() is going to read for these rows and keys: the first bias or mask whose keys are side by side.
+  Companion term(int64_t i0, int64_t j0) const {
+    const StridedView* const terms[] = {&p_.bias, &p_.float_mask, &p_.bool_mask};
+    for (const StridedView* term : terms) {
+      if (!term->present || term->stride[3] != 1) continue;
+      const int64_t size = size_of(term->dtype);
+      return {term->at(b_, h_, i0, j0), term->stride[2] * size, size};
+    }
+    return {};
   }
 
   // |i + Nk - Nq - j|, what ALiBi multiplies its slope with.
@@ -190,6 +211,7 @@ class Scores {
 
   const AttentionParams& p_;
   int64_t b_, h_, keys_, queries_;
+  bool only_intervals_;  // nothing else changes or hides logits
   T slope_ = 0;
 };
 

@@ -12,7 +12,7 @@ inline int64_t tile_rows(const AttentionParams& p, int64_t most) {
 // Query rows for which a unit of forward work packs K and V: `most`, or fewer where threads would be without work, of
 // about equal size. Units begin with whole strips, so that what a strip meets, and with it every result, is the same
 // however many threads there are.
-constexpr int64_t kUnitsPerThread = 4;
+constexpr int64_t kUnitsPerThread = 8;
 inline int64_t unit_rows(const AttentionParams& p, int64_t most, int64_t strip_rows, int64_t threads) {
   if (p.block_mask.present()) return tile_rows(p, most);
   const int64_t heads = p.batch * p.heads_q, queries = max(p.len_q, 1);
