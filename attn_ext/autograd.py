@@ -129,9 +129,10 @@ def is_plain(q, k, v):
 
 
 def _reaches_kernels():
-    """Whether code runs eagerly, outside transforms, forward mode and dispatch modes."""
+    """Whether code runs eagerly, outside tracing, transforms, forward mode and dispatch modes."""
     return (
         not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
