@@ -18,8 +18,8 @@ from . import arguments, batching, second_order
 from . import ops as _ops  # noqa: F401  registers what torch.ops.attn_ext needs
 
 _forward_op = torch.ops.attn_ext.attention_forward.default
-_plain_op = torch.ops.attn_ext.attention_forward.plain
-_plain_backward_op = torch.ops.attn_ext.attention_backward.plain
+_plain_op = torch.ops.attn_ext.attention_forward_plain.default
+_plain_backward_op = torch.ops.attn_ext.attention_backward_plain.default
 _backward_op = torch.ops.attn_ext.attention_backward.default
 _jvp_op = torch.ops.attn_ext.attention_jvp
 

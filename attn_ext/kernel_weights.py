@@ -12,7 +12,7 @@ import torch
 
 from . import arguments, autograd, reference, weights
 
-_weights_op = torch.ops.attn_ext.attention_weights
+_weights_op = torch.ops.attn_ext.attention_weights.default
 
 # Those of q, k, v and the terms (bias, float_mask, bool_mask, alibi_slopes, sinks, lengths) with a gradient:
 # its place in the results of the backward op is its bit in output_mask, too.

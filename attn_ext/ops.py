@@ -7,11 +7,11 @@ arguments; :mod:`attn_ext.autograd` registers their derivatives.
 
 * ``attention_forward(q, k, v, <options>) -> (out, lse, lse_parts)``: lse_parts (B, Hq, Nq, 2) is each row's
   maximum and the log of its sum relative to that, for the backward; lse is the rounded sum of the two.
-  ``attention_forward.plain(q, k, v, scale, causal) -> (out, lse_parts)`` is the same, cheaper to call, for
+  ``attention_forward_plain(q, k, v, scale, causal) -> (out, lse_parts)`` is the same, cheaper to call, for
   :func:`attn_ext.autograd.plain_attention`; it has no derivative (torch warns who asks for one) and no fake.
 * ``attention_backward(grad_out, grad_lse, q, k, v, out, lse_parts, output_mask, <options>)`` -> gradients of
   q, k, v, bias, float_mask, alibi_slopes, sinks. Bit n of ``output_mask`` asks for the n-th; the others come
-  back with 0 elements. ``attention_backward.plain(grad_out, q, k, v, out, lse_parts, output_mask, scale,
+  back with 0 elements. ``attention_backward_plain(grad_out, q, k, v, out, lse_parts, output_mask, scale,
   causal) -> (grad_q, grad_k, grad_v)``, likewise without derivative and fake.
 * ``attention_weights(q, k, lse_parts, scale, causal, mean_heads)`` -> (B, Hq, Nq, Nk), with mean_heads
   (B, 1, Nq, Nk), the probabilities, in eager code on the CPU; likewise without derivative and fake.

@@ -224,9 +224,9 @@ std::vector<Tensor> attention_jvp_plan(const Tensor& q, const Tensor& k, const T
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
-  m.impl("attention_forward.plain", TORCH_BOX(&plain_forward));
+  m.impl("attention_forward_plain", TORCH_BOX(&plain_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("attention_backward.plain", TORCH_BOX(&plain_backward));
+  m.impl("attention_backward_plain", TORCH_BOX(&plain_backward));
   m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
   m.impl("attention_forward_plan", TORCH_BOX(&attention_forward_plan));
   m.impl("attention_backward_plan", TORCH_BOX(&attention_backward_plan));

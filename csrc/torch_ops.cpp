@@ -125,7 +125,7 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
         ") -> (Tensor out, Tensor lse, Tensor lse_parts)");
   // This and the next "plain" one: the same for small calls, which feel each argument and each result.
   m.def(
-      "attention_forward.plain(Tensor q, Tensor k, Tensor v, float scale, int causal) "
+      "attention_forward_plain(Tensor q, Tensor k, Tensor v, float scale, int causal) "
       "-> (Tensor out, Tensor lse_parts)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
@@ -133,7 +133,7 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor "
       "grad_float_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
   m.def(
-      "attention_backward.plain(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse_parts, "
+      "attention_backward_plain(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse_parts, "
       "int output_mask, float scale, int causal) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
   m.def(
       "attention_jvp(Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
@@ -156,9 +156,9 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
-  m.impl("attention_forward.plain", TORCH_BOX(&plain_forward));
+  m.impl("attention_forward_plain", TORCH_BOX(&plain_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("attention_backward.plain", TORCH_BOX(&plain_backward));
+  m.impl("attention_backward_plain", TORCH_BOX(&plain_backward));
   m.impl("attention_jvp", TORCH_BOX(&attention_jvp));
   m.impl("attention_weights", TORCH_BOX(&attention_weights));
 }

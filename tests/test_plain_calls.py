@@ -162,7 +162,7 @@ def test_value_read_where_it_lies(threads, length, dim):
 
 def test_the_plain_op_tells_that_it_has_no_derivative():
     q = torch.randn(1, 1, 3, 4, requires_grad=True)
-    out, _ = torch.ops.attn_ext.attention_forward.plain(q, q, q, 0.5, 0)
+    out, _ = torch.ops.attn_ext.attention_forward_plain(q, q, q, 0.5, 0)
     with pytest.warns(UserWarning, match="autograd kernel was not registered"):
         out.sum().backward()
 
