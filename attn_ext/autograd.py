@@ -133,8 +133,7 @@ def _reaches_kernels():
     return (
         not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+        and not in_transform()
         and torch._C._len_torch_dispatch_stack() == 0
     )
 
@@ -147,6 +146,15 @@ def plain_attention(q, k, v, scale, causal):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _PlainAttention.apply(q, k, v, scale, causal)
     return _plain_op(q, k, v, scale, causal)[0]
+
+
+def plain_gradients(grad_out, q, k, v, out, lse_parts, output_mask, scale, causal):
+    """Gradients of q, k and v for :func:`plain_attention`; where a graph is wanted differentiable ones, and
+    empty ones of the absent terms after them."""
+    if type(grad_out) is torch.Tensor and not torch.is_grad_enabled() and _reaches_kernels():
+        return _plain_backward_op(grad_out, q, k, v, out, lse_parts, output_mask, scale, causal)
+    options = Options(scale, causal).with_tensors(*(None,) * 8)
+    return _gradients(grad_out, None, q, k, v, out, lse_parts, output_mask, *options)
 
 
 def _distinct(tensors):
@@ -338,12 +346,7 @@ class _PlainAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         wanted = ctx.needs_input_grad[:3]
         output_mask = wanted[0] + 2 * wanted[1] + 4 * wanted[2]
-        tensors = ctx.saved_tensors
-        if type(grad_out) is torch.Tensor and not torch.is_grad_enabled() and _reaches_kernels():
-            grads = _plain_backward_op(grad_out, *tensors, output_mask, ctx.scale, ctx.causal)
-        else:
-            options = Options(ctx.scale, ctx.causal).with_tensors(*(None,) * 8)
-            grads = _gradients(grad_out, None, *tensors, output_mask, *options)
+        grads = plain_gradients(grad_out, *ctx.saved_tensors, output_mask, ctx.scale, ctx.causal)
         return (*(g if need else None for g, need in zip(grads, wanted, strict=False)), None, None)
 
 

@@ -88,7 +88,7 @@ def _forward(kind, block_mask, options, rng_state, q, k, v, *terms):
 def _optional_tensors(terms, rng_state, block_mask):
     """Those of the ops, in their order."""
     blocks = (None, None) if block_mask is None else (block_mask.map, block_mask.tiles)
-    return (*(terms or (None,) * 7), rng_state, *blocks)
+    return (*terms, rng_state, *blocks)
 
 
 class _AttentionAndWeights(torch.autograd.Function):
@@ -111,9 +111,8 @@ class _AttentionAndWeights(torch.autograd.Function):
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             q, k, v, *terms = tensors
             args = (q, k, v, out, lse_parts, sum(1 << _GRADIENTS[n] for n in wanted))
-            eager = type(grad_out) is torch.Tensor and autograd._reaches_kernels()
-            if eager and not terms and not torch.is_grad_enabled():
-                made = autograd._plain_backward_op(grad_out, *args, *ctx.options[:2])
+            if not terms:
+                made = autograd.plain_gradients(grad_out, *args, *ctx.options[:2])
             else:
                 optional = _optional_tensors(terms, rng_state, ctx.block_mask)
                 options = ctx.options.with_tensors(*optional)

@@ -45,6 +45,12 @@ std::tuple<Tensor, Tensor> plain_forward(const Tensor& q, const Tensor& k, const
   return {std::move(result.out), std::move(result.lse_parts)};
 }
 
+void run_backward(const Memory& memory, const AttentionParams& p, BackwardIO& io) {
+  const Tensor workspace = memory.empty({backward_workspace_bytes(p)}, ScalarType::Byte);
+  io.workspace = workspace.data_ptr();
+  cpu_kernels().backward(p, io, torch_threads());
+}
+
 BackwardResult::Tensors attention_backward(const Tensor& grad_out, const OptionalTensor& grad_lse,
                                            const Tensor& q, const Tensor& k, const Tensor& v,
                                            const Tensor& out, const Tensor& lse_parts, int64_t output_mask,
@@ -53,9 +59,7 @@ BackwardResult::Tensors attention_backward(const Tensor& grad_out, const Optiona
   const AttentionParams p = make_params(memory, q, k, v, ATTN_OPTIONS);
   BackwardResult result = allocate_backward(memory, p, grad_out, grad_lse, q, out, lse_parts, bias,
                                             float_mask, alibi_slopes, sinks, output_mask, {});
-  const Tensor workspace = memory.empty({backward_workspace_bytes(p)}, ScalarType::Byte);
-  result.views.workspace = workspace.data_ptr();
-  cpu_kernels().backward(p, result.views, torch_threads());
+  run_backward(memory, p, result.views);
   return std::move(result).rounded(bias, float_mask);
 }
 
@@ -68,9 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out, const 
   needs.terms = false;
   BackwardResult result = allocate_backward(memory, p, grad_out, {}, q, out, lse_parts, {}, {}, {}, {},
                                             output_mask & (kQ | kK | kV), needs);
-  const Tensor workspace = memory.empty({backward_workspace_bytes(p)}, ScalarType::Byte);
-  result.views.workspace = workspace.data_ptr();
-  cpu_kernels().backward(p, result.views, torch_threads());
+  run_backward(memory, p, result.views);
   return {std::move(result.grad_q), std::move(result.grad_k), std::move(result.grad_v)};
 }
 
@@ -104,9 +106,7 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse_par
   io.grad_bias = memory.strided(weights, "weights");
   const int64_t size[4] = {p.batch, heads, p.len_q, p.len_k};
   std::copy_n(size, 4, io.bias_size);
-  const Tensor workspace = memory.empty({backward_workspace_bytes(p)}, ScalarType::Byte);
-  io.workspace = workspace.data_ptr();
-  cpu_kernels().backward(p, io, torch_threads());
+  run_backward(memory, p, io);
   return torch::stable::to(weights, q.scalar_type());
 }
 
